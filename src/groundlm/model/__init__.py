@@ -1,0 +1,1 @@
+"""The model: configuration, the recurrence, its state, and the transformers classes."""

@@ -1,0 +1,210 @@
+"""The paper's four operations (arXiv 2605.10643): ground, write, predict, decode.
+
+This is the only place where the recurrence is written out. The reference scan, generation and the
+analyses call these functions; the fused scan is a second formulation that the tests hold to them.
+
+Shape suffixes: B batch, T time, D state, E embedding, F ffn, H heads, K key, V value, W vocabulary,
+X = H*K, Y = H*V. A leading `...` stands for any batch shape.
+
+Precision: matrices multiply in their own dtype (or in autocast's); norms, biases, gates, decay,
+state and memory stay in the dtype of the state, which is float32 (float64 for float64 weights).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+L2_EPS = 1e-12
+
+Carry = tuple[Tensor, Tensor, Tensor | None]
+"""What one token hands to the next: predicted [B, D], grounded [B, D], memory [B, H, K, V]."""
+
+
+class GroundParams(NamedTuple):
+    """Parameters of the grounding gate."""
+
+    gate_norm_D: Tensor
+    gate_DD: Tensor
+    gate_bias_D: Tensor
+
+
+class MemoryParams(NamedTuple):
+    """Parameters of the memory write, shared by all predict layers."""
+
+    write_norm_D: Tensor
+    key_XD: Tensor
+    key_bias_X: Tensor
+    value_YD: Tensor
+    beta_HD: Tensor
+    decay_HD: Tensor
+    A_log_H: Tensor
+    dt_bias_H: Tensor
+
+
+class ReadParams(NamedTuple):
+    """Parameters of one layer's read of the memory."""
+
+    norm_D: Tensor
+    query_XD: Tensor
+    query_bias_X: Tensor
+    gate_YD: Tensor
+    out_norm_Y: Tensor
+    out_DY: Tensor
+
+
+class PredictParams(NamedTuple):
+    """Parameters of one predict layer; `ffn_up` holds the swish half above the linear half."""
+
+    ffn_norm_D: Tensor
+    ffn_up_2FD: Tensor
+    ffn_down_DF: Tensor
+    gate_norm_D: Tensor
+    gate_DD: Tensor
+    gate_bias_D: Tensor
+    read: ReadParams | None
+
+
+class CellParams(NamedTuple):
+    """Everything the recurrence needs besides the token side and the decoder."""
+
+    ground: GroundParams
+    memory: MemoryParams | None
+    predict: tuple[PredictParams, ...]
+    norm_eps: float
+
+
+class WriteVectors(NamedTuple):
+    """What one token writes: unit key, value, strength in (0, 1), log-decay <= 0."""
+
+    key_BHK: Tensor
+    value_BHV: Tensor
+    beta_BH: Tensor
+    log_decay_BH: Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T` in the weight's (or autocast's) dtype, back in x's dtype; bias added there."""
+    y = F.linear(x.to(weight.dtype), weight).to(x.dtype)
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """`x / sqrt(sum(x^2) + 1e-12)` over the last axis."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def token_contribution(embedded: Tensor, norm_E: Tensor, proj_DE: Tensor, eps: float) -> Tensor:
+    """`e_t = W_token rms(embedding[x_t])` for embeddings [..., E]; returns [..., D] in state dtype."""
+    dtype = torch.promote_types(embedded.dtype, torch.float32)
+    return linear(rms_norm(embedded.to(dtype), norm_E, eps), proj_DE)
+
+
+def retain(x: Tensor, norm_D: Tensor, gate_DD: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+    """`sigmoid(W rms(x) + b) * x`: the gate that both grounding and prediction put on the state."""
+    return torch.sigmoid(linear(rms_norm(x, norm_D, eps), gate_DD, bias_D)) * x
+
+
+def ground(token_BD: Tensor, predicted_BD: Tensor, p: GroundParams, eps: float) -> Tensor:
+    """Fuse the observed token into the carried prediction: s^g_t from e_t and s^p_{t-1}."""
+    return retain(predicted_BD, p.gate_norm_D, p.gate_DD, p.gate_bias_D, eps) + token_BD
+
+
+def write_vectors(
+    grounded_prev_BD: Tensor, grounded_BD: Tensor, p: MemoryParams, eps: float
+) -> WriteVectors:
+    """Key from the previous grounded state; value, strength and decay from the current one."""
+    heads = p.A_log_H.shape[0]
+    here = rms_norm(grounded_BD, p.write_norm_D, eps)
+    key = linear(rms_norm(grounded_prev_BD, p.write_norm_D, eps), p.key_XD, p.key_bias_X)
+    rate = F.softplus(linear(here, p.decay_HD, p.dt_bias_H))
+    return WriteVectors(
+        key_BHK=l2_norm(torch.relu(key).unflatten(-1, (heads, -1))),
+        value_BHV=linear(here, p.value_YD).unflatten(-1, (heads, -1)),
+        beta_BH=torch.sigmoid(linear(here, p.beta_HD)),
+        log_decay_BH=-p.A_log_H.to(rate.dtype).exp() * rate,
+    )
+
+
+def write(memory_BHKV: Tensor, w: WriteVectors) -> Tensor:
+    """Gated delta rule: `M_t = exp(gamma) M + beta k (v - M^T k)^T`.
+
+    The correction reads the undecayed memory; Gated DeltaNet decays first.
+    """
+    correction_BHV = w.value_BHV - recall(memory_BHKV, w.key_BHK)
+    update = w.key_BHK.unsqueeze(-1) * (w.beta_BH.unsqueeze(-1) * correction_BHV).unsqueeze(-2)
+    return w.log_decay_BH.exp()[..., None, None] * memory_BHKV + update
+
+
+def recall(memory_BHKV: Tensor, query_BHK: Tensor) -> Tensor:
+    """`M^T q` per head, in the memory's dtype even under autocast: [B, H, V]."""
+    with torch.autocast(memory_BHKV.device.type, enabled=False):
+        return torch.matmul(query_BHK.unsqueeze(-2), memory_BHKV).squeeze(-2)
+
+
+def read(y_BD: Tensor, memory_BHKV: Tensor, p: ReadParams, eps: float) -> Tensor:
+    """Query the memory and bring the answer back to the state: `W_o (swish(gate) * rms(M^T q))`."""
+    heads = memory_BHKV.shape[-3]
+    here = rms_norm(y_BD, p.norm_D, eps)
+    query = l2_norm(torch.relu(linear(here, p.query_XD, p.query_bias_X)).unflatten(-1, (heads, -1)))
+    answer_BY = recall(memory_BHKV, query).flatten(-2)
+    gate_BY = F.silu(linear(here, p.gate_YD))
+    return linear(gate_BY * rms_norm(answer_BY, p.out_norm_Y, eps), p.out_DY)
+
+
+def ffn(y_BD: Tensor, p: PredictParams, eps: float) -> Tensor:
+    """`W_down (swish(a) * b)` with `[a; b] = W_up rms(y)`."""
+    a, b = linear(rms_norm(y_BD, p.ffn_norm_D, eps), p.ffn_up_2FD).chunk(2, -1)
+    return linear(F.silu(a) * b, p.ffn_down_DF)
+
+
+def predict(y_BD: Tensor, memory_BHKV: Tensor | None, p: PredictParams, eps: float) -> Tensor:
+    """One predict layer: gated carry of y, plus FFN, plus the read of the memory."""
+    out = retain(y_BD, p.gate_norm_D, p.gate_DD, p.gate_bias_D, eps) + ffn(y_BD, p, eps)
+    if p.read is not None and memory_BHKV is not None:
+        out = out + read(y_BD, memory_BHKV, p.read, eps)
+    return out
+
+
+def decode(
+    predicted: Tensor,
+    norm_D: Tensor,
+    proj_ED: Tensor,
+    bias_E: Tensor | None,
+    embedding_WE: Tensor,
+    eps: float,
+) -> Tensor:
+    """Logits `embedding (W_dec rms(s^p) [+ b])` for states [..., D]: [..., W] in state dtype."""
+    return linear(decoder_hidden(predicted, norm_D, proj_ED, bias_E, eps), embedding_WE)
+
+
+def decoder_hidden(
+    predicted: Tensor, norm_D: Tensor, proj_ED: Tensor, bias_E: Tensor | None, eps: float
+) -> Tensor:
+    """`W_dec rms(s^p) [+ b]`, the vector that is compared with every embedding: [..., E]."""
+    return linear(rms_norm(predicted, norm_D, eps), proj_ED, bias_E)
+
+
+def step(
+    token_BD: Tensor,
+    predicted_BD: Tensor,
+    grounded_BD: Tensor,
+    memory_BHKV: Tensor | None,
+    params: CellParams,
+) -> Carry:
+    """One token: carried (s^p, s^g, M) and its contribution e_t [B, D] to the next (s^p, s^g, M)."""
+    eps = params.norm_eps
+    grounded_next_BD = ground(token_BD, predicted_BD, params.ground, eps)
+    if params.memory is not None and memory_BHKV is not None:
+        vectors = write_vectors(grounded_BD, grounded_next_BD, params.memory, eps)
+        memory_BHKV = write(memory_BHKV, vectors)
+    y_BD = grounded_next_BD
+    for layer in params.predict:
+        y_BD = predict(y_BD, memory_BHKV, layer, eps)
+    return y_BD, grounded_next_BD, memory_BHKV

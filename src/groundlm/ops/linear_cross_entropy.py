@@ -1,0 +1,80 @@
+"""Cross-entropy of tied logits without ever holding them for more than a slice of positions."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+IGNORE_INDEX = -100
+SLICE_LOGITS = 1 << 22
+"""Logits held at a time: 16 MiB in float32."""
+
+
+def linear_cross_entropy(hidden_NE: Tensor, weight_WE: Tensor, targets_N: Tensor) -> Tensor:
+    """Sum over targets of `-log softmax(hidden @ weight.T)[target]`, in nats.
+
+    Args:
+        hidden_NE: decoder vectors [N, E]; the loss accumulates in their dtype (float32 or float64).
+        weight_WE: embedding [W, E]; the product runs in its dtype, or in autocast's.
+        targets_N: int64 [N]; `-100` is not scored.
+
+    Returns:
+        A scalar in hidden's dtype; 0 when nothing is scored. The gradient of both inputs is formed
+        slice by slice on the way forward, so at most `SLICE_LOGITS` logits exist at once.
+    """
+    kept = (targets_N != IGNORE_INDEX).nonzero().squeeze(1)
+    if len(kept) < len(targets_N):
+        hidden_NE, targets_N = hidden_NE[kept], targets_N[kept]
+    return _LinearCrossEntropy.apply(hidden_NE, weight_WE, targets_N)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NE: Tensor, weight_WE: Tensor, targets_N: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        device = hidden_NE.device.type
+        matrix = (
+            weight_WE.to(torch.get_autocast_dtype(device))
+            if torch.is_autocast_enabled(device)
+            else weight_WE
+        )
+        need_hidden, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden_NE) if need_hidden else None
+        grad_weight = torch.zeros_like(weight_WE, dtype=hidden_NE.dtype) if need_weight else None
+        loss = hidden_NE.new_zeros(())
+        rows = max(1, SLICE_LOGITS // weight_WE.shape[0])
+        for start in range(0, len(hidden_NE), rows):
+            part = slice(start, start + rows)
+            x, y = hidden_NE[part].to(matrix.dtype), targets_N[part, None]
+            logits = (x @ matrix.T).to(hidden_NE.dtype)
+            log_total = torch.logsumexp(logits, -1, keepdim=True)
+            loss += (log_total - logits.gather(1, y)).sum()
+            if not (need_hidden or need_weight):
+                continue
+            slope = logits.sub_(log_total).exp_()
+            slope.scatter_add_(1, y, torch.full_like(y, -1, dtype=slope.dtype))
+            slope = slope.to(matrix.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = slope @ matrix
+            if grad_weight is not None:
+                if slope.dtype == grad_weight.dtype:
+                    grad_weight.addmm_(slope.T, x)
+                else:
+                    grad_weight += slope.T @ x
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight_WE.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_loss: Tensor):  # type: ignore[no-untyped-def, override]
+        grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (
+            None if grad_hidden is None else grad_hidden * grad_loss,
+            None if grad_weight is None else (grad_weight * grad_loss).to(ctx.weight_dtype),  # type: ignore[attr-defined]
+            None,
+        )
+
+
+def shift_targets(labels_BT: Tensor) -> Tensor:
+    """Labels aligned with inputs [B, T] -> next-token targets [B, T]; the last column is ignored."""
+    return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
