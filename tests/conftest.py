@@ -13,7 +13,8 @@ from groundlm import GPNConfig, GPNForCausalLM
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_NAMES = ["gpn", "gpn_m_1l", "gpn_m_1l_bias", "gpn_m_2l"]
 
-torch.set_num_threads(2)
+# Tiny models: a second thread only waits, and waits long when something else runs.
+torch.set_num_threads(1)
 
 
 class Golden:
@@ -77,5 +78,63 @@ def tiny() -> Callable[..., GPNForCausalLM]:
             for p in model.parameters():
                 p.add_(0.1 * torch.randn_like(p))
         return model
+
+    return build
+
+
+WORDS = ["the", "state", "memory", "reads", "a", "token", "and", "writes", "it", "back", "again",
+         "ground", "predict", "decode", "of", "in", "one", "vector", "é", "日本"]  # fmt: skip
+
+
+def write_documents(path: Path, count: int, seed: int = 0) -> None:
+    """JSONL documents of 5 to 60 words; word order is learnable (each word prefers the next)."""
+    generator = torch.Generator().manual_seed(seed)
+    lines = []
+    for _ in range(count):
+        length = int(torch.randint(5, 60, (1,), generator=generator))
+        at, words = 0, []
+        for _ in range(length):
+            jump = int(torch.randint(0, 10, (1,), generator=generator))
+            at = (at + (1 if jump < 8 else jump)) % len(WORDS)
+            words.append(WORDS[at])
+        lines.append(json.dumps({"text": " ".join(words)}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def token_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small prepared corpus: about 8,000 tokens of a 300-entry vocabulary, two splits."""
+    from groundlm.data.prepare import PrepareConfig, prepare
+
+    folder = tmp_path_factory.mktemp("corpus")
+    write_documents(folder / "text.jsonl", 300)
+    data = folder / "data"
+    prepare(PrepareConfig([str(folder / "text.jsonl")], str(data), tokenizer="train:300"))
+    return data
+
+
+@pytest.fixture
+def train_config(token_data: Path, tmp_path: Path) -> Callable[..., object]:
+    """Builds the configuration of a run of seconds; `section__field=value` overrules it."""
+    from groundlm.training.config import DataConfig, OptimizerConfig, TrainConfig, TrainingConfig
+
+    def build(out: str = "run", **values: object) -> TrainConfig:
+        sections: dict[str, dict[str, object]] = {
+            "model": {"state_size": 20, "embedding_size": 12, "ffn_size": 24, "num_heads": 2,
+                      "head_k_dim": 5, "head_v_dim": 7},
+            "data": {"path": str(token_data), "window_tokens": 16},
+            "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
+            "training": {"out": str(tmp_path / out), "steps": 10, "batch_size": 4, "log_every": 1,
+                         "eval_every": 0, "eval_windows": 4, "save_every": 100},
+        }  # fmt: skip
+        for name, value in values.items():
+            section, field = name.split("__")
+            sections[section][field] = value
+        return TrainConfig(
+            model=sections["model"],
+            data=DataConfig(**sections["data"]),
+            optimizer=OptimizerConfig(**sections["optimizer"]),
+            training=TrainingConfig(**sections["training"]),
+        )
 
     return build

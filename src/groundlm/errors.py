@@ -1,4 +1,7 @@
-"""The one exception that a user's mistake raises."""
+"""What a user's mistake raises, and the hint that goes with it."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -7,3 +10,9 @@ class UserError(Exception):
     The command line prints the message alone and ends with exit code 2; library callers catch it
     like any other exception. Everything else that escapes a command is a bug.
     """
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)` for the known word closest to `word`, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""

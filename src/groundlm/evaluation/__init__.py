@@ -1,0 +1,1 @@
+"""Evaluation: perplexity and bits per byte on held-out text."""

@@ -1,0 +1,103 @@
+"""From names and sizes to a model: any transformers causal language model, GPN by default."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from groundlm.errors import UserError, nearest
+
+
+def build_config(sizes: dict[str, Any]) -> Any:
+    """A transformers configuration from `model_type` (default `gpn`) and its sizes.
+
+    Raises `UserError` for an unknown type, an unknown size (with the nearest known one) or a value
+    of the wrong type.
+    """
+    sizes = dict(sizes)
+    kind = sizes.pop("model_type", "gpn")
+    if kind not in CONFIG_MAPPING:
+        raise UserError(f"unknown model_type {kind!r}{nearest(str(kind), CONFIG_MAPPING)}")
+    known = {f"model.{name}" for name in CONFIG_MAPPING[kind]().to_dict()}
+    for name in sizes:
+        if f"model.{name}" not in known:
+            raise UserError(f"unknown key model.{name}{nearest(f'model.{name}', known)}")
+    try:
+        return AutoConfig.for_model(kind, **sizes)
+    except UserError:
+        raise
+    except Exception as error:  # transformers' validators raise many kinds
+        text = " ".join(str(error).split())
+        raise UserError(f"model ({kind}): {text}") from None
+
+
+def build_model(sizes: dict[str, Any], seed: int) -> PreTrainedModel:
+    """A model with initial weights that depend on `seed` alone, in float32 on the CPU."""
+    config = build_config(sizes)
+    devices: list[int] = []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def count_parameters(sizes: dict[str, Any]) -> dict[str, int]:
+    """Parameters without building the weights: `total`, `embedding` and `rest`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(build_config(sizes))
+    total = sum(p.numel() for p in model.parameters())
+    embedding = model.get_input_embeddings().weight.numel()
+    return {"total": total, "embedding": embedding, "rest": total - embedding}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` -> a GPU if there is one, else the CPU; anything else as torch names it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"device {name!r} is not available here") from None
+    return device
+
+
+def load_model(folder: str | Path) -> PreTrainedModel:
+    """A causal language model in float32 from a transformers folder on disk.
+
+    Raises `UserError` naming the folder when it cannot be loaded.
+    """
+    if not Path(folder, "config.json").is_file():
+        raise UserError(f"no model in {folder}: config.json is missing")
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except UserError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"model {folder} cannot be loaded: {text}") from None
+
+
+def load_model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies in a folder on disk."""
+    if not Path(folder, "tokenizer.json").is_file():
+        raise UserError(f"no tokenizer in {folder}: tokenizer.json is missing")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers, for result files."""
+    names = ("groundlm", "torch", "transformers", "tokenizers", "numpy")
+    found = {name: metadata.version(name) for name in names}
+    return found | {"python": platform.python_version()}

@@ -1,0 +1,1 @@
+"""Training: configuration, optimizer, checkpoints, metrics and the loop."""

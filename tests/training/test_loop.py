@@ -1,0 +1,221 @@
+"""Training end to end on a tiny corpus: learning, accumulation, resuming, refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from groundlm import UserError
+from groundlm.training import loop
+from groundlm.training.checkpoint import checkpoints
+from groundlm.training.loop import run_train
+
+
+# The tests use one thread, and sums depend on the number of threads.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def losses(run: Path) -> list[float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [r["loss_nats"] for r in records if "loss_nats" in r]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoints(run)[-1] / "model.safetensors")
+
+
+def same_bytes(a: Path, b: Path) -> bool:
+    return all(
+        (checkpoints(a)[-1] / name).read_bytes() == (checkpoints(b)[-1] / name).read_bytes()
+        for name in ("model.safetensors", "training/optimizer.safetensors")
+    )
+
+
+def test_loss_falls_below_the_unigram_entropy(train_config, token_data, tmp_path):
+    from groundlm.data.windows import TokenSplit
+
+    figures = run_train(train_config(training__steps=150, training__batch_size=8))
+    counts = TokenSplit.open(token_data, "train").unigram_counts()
+    share = torch.from_numpy(counts[counts > 0] / counts.sum())
+    assert figures["heldout_nats_per_token"] < 0.8 * float(-(share * share.log()).sum())
+    assert figures["tokens"] == 150 * 8 * 16
+    assert losses(tmp_path / "run")[0] == pytest.approx(5.7, abs=0.3)  # near ln 300 at the start
+
+
+def test_micro_batches_add_up_to_the_batch(train_config, tmp_path):
+    run_train(train_config("whole"))
+    run_train(train_config("parts", training__micro_batch_size=2))
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, atol=2e-4, rtol=0)
+
+
+def test_resumed_run_is_the_straight_run_bit_for_bit(train_config, tmp_path):
+    straight = train_config("straight")
+    run_train(straight)
+    for stop in (3, 4, 7, 10):
+        broken = train_config("broken", training__stop_at=stop)
+        assert run_train(broken)["step"] == stop
+    assert losses(tmp_path / "broken") == losses(tmp_path / "straight")
+    assert same_bytes(tmp_path / "broken", tmp_path / "straight")
+
+
+def test_evaluating_and_saving_do_not_change_the_run(train_config, tmp_path):
+    run_train(train_config("quiet"))
+    run_train(train_config("busy", training__eval_every=2, training__save_every=3))
+    assert losses(tmp_path / "busy") == losses(tmp_path / "quiet")
+    assert same_bytes(tmp_path / "busy", tmp_path / "quiet")
+
+
+def test_metrics_after_the_resumed_step_are_dropped(train_config, tmp_path):
+    run_train(train_config(training__stop_at=4))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with metrics.open("a") as f:
+        f.write('{"step": 5, "loss_nats": 99.0}\n{"step": 6, "loss_')  # killed while writing
+    run_train(train_config())
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(1, 11))
+    assert 99.0 not in losses(tmp_path / "run")
+
+
+def test_finished_run_is_left_alone(train_config, tmp_path, capsys):
+    first = run_train(train_config())
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    again = run_train(train_config())
+    assert again == first
+    assert "already stands at step 10" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"training__seed": 2}, "training.seed = 1, not 2"),
+        ({"training__batch_size": 3}, "training.batch_size = 4, not 3"),
+        ({"training__steps": 11}, "training.steps = 10, not 11"),
+        ({"optimizer__learning_rate": 0.5}, "optimizer.learning_rate = 0.01, not 0.5"),
+        ({"model__state_size": 24}, "model.state_size = 20, not 24"),
+        ({"data__window_tokens": 8}, "data.window_tokens = 16, not 8"),
+    ],
+)
+def test_changed_settings_are_refused_by_name(train_config, tmp_path, change, named):
+    run_train(train_config(training__stop_at=1))
+    with pytest.raises(UserError, match=named):
+        run_train(train_config(**change))
+    assert len(losses(tmp_path / "run")) == 1
+
+
+def test_what_may_change_on_resuming_may_change(train_config):
+    run_train(train_config(training__stop_at=2))
+    changed = {"log_every": 3, "save_every": 2, "eval_every": 5, "keep_checkpoints": 1}
+    figures = run_train(train_config(**{f"training__{k}": v for k, v in changed.items()}))
+    assert figures["step"] == 10
+
+
+def test_only_the_newest_checkpoints_are_kept(train_config, tmp_path):
+    run_train(train_config(training__save_every=2, training__keep_checkpoints=2))
+    names = [p.name for p in checkpoints(tmp_path / "run")]
+    assert names == ["step-000008", "step-000010"]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_checkpoint_is_a_transformers_folder(train_config, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_train(train_config())
+    folder = checkpoints(tmp_path / "run")[-1]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model).__name__ == "GPNForCausalLM"
+    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert resolved["model"]["vocab_size"] == model.config.vocab_size == 300
+
+
+def test_damaged_optimizer_file_is_named(train_config, tmp_path):
+    run_train(train_config(training__stop_at=2))
+    path = checkpoints(tmp_path / "run")[-1] / "training" / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"optimizer\.safetensors cannot be read"):
+        run_train(train_config())
+
+
+def test_foreign_folder_is_not_touched(train_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty and holds no run"):
+        run_train(train_config())
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_non_finite_loss_stops_before_it_spoils_the_weights(train_config, monkeypatch, tmp_path):
+    real = loop.Run._gradients
+    monkeypatch.setattr(
+        loop.Run, "_gradients", lambda run, step: float("nan") if step == 5 else real(run, step)
+    )
+    with pytest.raises(UserError, match=r"loss is nan at step 6; last checkpoint: .*step-000004"):
+        run_train(train_config(training__save_every=4))
+    assert all(t.isfinite().all() for t in weights(tmp_path / "run").values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"training__steps": 0}, "training.steps is 0"),
+        ({"training__micro_batch_size": 3}, "not a multiple"),
+        ({"optimizer__beta2": 1.5}, "optimizer.beta2 is 1.5"),
+        ({"model__vocab_size": 7}, "model.vocab_size is 7, the tokens .* have 300"),
+        (
+            {"model__stat_size": 7},
+            r"unknown key model.stat_size \(did you mean model.state_size\?\)",
+        ),
+        ({"model__model_type": "gpm"}, "unknown model_type 'gpm'"),
+        ({"data__window_tokens": 10**6}, "a window of 1,000,000 needs 1,000,001"),
+        ({"training__device": "tpu9"}, "device 'tpu9' is not available"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(
+    train_config, tmp_path, change, message
+):
+    with pytest.raises(UserError, match=message):
+        run_train(train_config(**change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_bf16_and_another_architecture_train(train_config):
+    config = train_config("bf16", training__precision="bf16", training__steps=3)
+    assert run_train(config)["step"] == 3
+    sizes = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
+             "num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True}  # fmt: skip
+    llama = replace(train_config("llama", training__steps=3), model=sizes)
+    assert run_train(llama)["step"] == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_the_current_step_and_the_run_goes_on(train_config, tmp_path, number):
+    run_train(train_config("straight", training__steps=100))
+    config = train_config("stopped", training__steps=100)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(loop.asdict(config)))
+    command = [sys.executable, "-m", "groundlm", "train", "--config", str(path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ONE_THREAD)
+    for line in process.stderr:
+        if line.startswith("step 5/"):
+            process.send_signal(number)
+            break
+    process.stderr.read()
+    assert process.wait(60) == 128 + number
+    stopped = json.loads(
+        (checkpoints(tmp_path / "stopped")[-1] / "training/progress.json").read_text()
+    )["step"]
+    assert 5 <= stopped < 100
+    assert run_train(config)["step"] == 100
+    assert same_bytes(tmp_path / "stopped", tmp_path / "straight")
