@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -163,6 +164,20 @@ def test_completed_shards_are_not_done_again(
     assert Path(f"{config.out}.partial").is_dir()
     prepare(config)
     assert ranks == [0, 1, 1, 2]
+
+
+def test_killed_worker_keeps_what_is_done(
+    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(executor: object) -> None:
+        raise BrokenProcessPool("a worker is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline.QuietExecutor, "run", break_down)
+        with pytest.raises(UserError, match="run again to continue"):
+            prepare(config)
+    assert Path(f"{config.out}.partial", "scratch", "request.json").is_file()
+    prepare(config)
 
 
 def test_other_request_starts_afresh(

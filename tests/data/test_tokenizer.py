@@ -1,11 +1,14 @@
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from groundlm.data.tokenizer import (
+    cut_runs,
     load_tokenizer,
     tokenizer_sha256,
     train_tokenizer,
@@ -33,6 +36,18 @@ def test_training_is_deterministic_and_lossless(texts: list[str]) -> None:
     assert not first.convert_ids_to_tokens(first.encode("word"))[0].startswith("Ġ")
 
 
+def test_a_long_line_without_spaces_is_trained_on_in_time() -> None:
+    random = np.random.RandomState(0)
+    line = "".join(random.choice(list("acgt"), 2_000_000))
+    tokenizer = train_tokenizer([line], 300)
+    assert vocabulary_size(tokenizer) == 300
+    text = "a b" + "c" * 2500 + " " * 1500 + "d"
+    assert "".join(cut_runs(text)) == text
+    runs = [run for piece in cut_runs(text) for run in re.findall(r"\S+|\s+", piece)]
+    assert max(map(len, runs)) == 1000
+    assert list(cut_runs("a b\n")) == ["a b\n"]
+
+
 def test_alphabet_is_whole_and_size_checked(texts: list[str]) -> None:
     smallest = train_tokenizer(texts, 257)
     assert vocabulary_size(smallest) == 257
@@ -47,9 +62,7 @@ def test_sha256_survives_saving_and_settings(texts: list[str], tmp_path: Path) -
     tokenizer.save_pretrained(str(tmp_path))
     assert tokenizer_sha256(load_tokenizer(str(tmp_path))) == wanted
     assert tokenizer_sha256(AutoTokenizer.from_pretrained(str(tmp_path))) == wanted
-    tokenizer(["a b c", "a"], truncation=True, max_length=2, padding="max_length") if (
-        tokenizer.pad_token
-    ) else tokenizer("a b c", truncation=True, max_length=2)
+    tokenizer("a b c", truncation=True, max_length=2)
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding()
     assert tokenizer_sha256(tokenizer) == wanted

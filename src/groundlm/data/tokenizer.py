@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,6 +15,9 @@ from groundlm.errors import UserError
 KNOWN_EOS_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 TRAINED_EOS_TOKEN = "<|endoftext|>"
 BYTE_ALPHABET_SIZE = 256
+# The trainer's time grows with the square of a word's length: a 5 MB line without a space would
+# take hours. Cut here, such a run still counts; encoding has no such limit.
+LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 
 
 def load_tokenizer(source: str, eos_token: str | None = None) -> PreTrainedTokenizerFast:
@@ -103,13 +106,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator((piece for text in texts for piece in cut_runs(text)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=TRAINED_EOS_TOKEN,
         bos_token=TRAINED_EOS_TOKEN,
         clean_up_tokenization_spaces=False,
     )
+
+
+def cut_runs(text: str) -> Iterator[str]:
+    """The text in pieces such that no run of non-spaces or spaces is longer than LONG_RUN's."""
+    start = 0
+    for run in LONG_RUN.finditer(text):
+        yield text[start : run.end()]
+        start = run.end()
+    yield text[start:]
 
 
 def canonical_json(tokenizer: PreTrainedTokenizerFast) -> str:
