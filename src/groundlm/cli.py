@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = getattr(module, command.run)(config)
     except UserError as error:
         print(f"groundlm {name or ''}".rstrip() + f": {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"groundlm {name}: interrupted", file=sys.stderr)
         return 130
@@ -124,8 +124,10 @@ def presets() -> dict[str, Path]:
 class _Parser(ArgumentParser):
     """Shows flags with dashes."""
 
-    def format_help(self) -> str:
-        return re.sub(r"--[a-z][\w.]*", lambda m: m[0].replace("_", "-"), super().format_help())
+    def format_help(self, *args: Any) -> str:
+        return re.sub(
+            r"--[a-z][\w.]*", lambda m: m[0].replace("_", "-"), super().format_help(*args)
+        )
 
 
 def _overview() -> str:

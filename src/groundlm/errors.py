@@ -11,6 +11,15 @@ class UserError(Exception):
     like any other exception. Everything else that escapes a command is a bug.
     """
 
+    exit_code = 2
+
+
+class RunFault(UserError):
+    """A run that cannot go on for a reason outside its settings: a full disk, a loss that is not a
+    number any more. What was saved before is intact; the command ends with exit code 3."""
+
+    exit_code = 3
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """` (did you mean X?)` for the known word closest to `word`, or an empty string."""

@@ -73,22 +73,6 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_model(folder: str | Path) -> PreTrainedModel:
-    """A causal language model in float32 from a transformers folder on disk.
-
-    Raises `UserError` naming the folder when it cannot be loaded.
-    """
-    if not Path(folder, "config.json").is_file():
-        raise UserError(f"no model in {folder}: config.json is missing")
-    try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except UserError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"model {folder} cannot be loaded: {text}") from None
-
-
 def load_model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that lies in a folder on disk."""
     if not Path(folder, "tokenizer.json").is_file():

@@ -5,27 +5,55 @@ import math
 import pytest
 import torch
 
+from groundlm import UserError
 from groundlm.training.config import OptimizerConfig
-from groundlm.training.optim import apply_step, build_optimizer, learning_rate, parameter_groups
+from groundlm.training.optim import Optimizers, WeightAverage, learning_rate
 
 
-def test_every_parameter_is_in_exactly_one_group(tiny):
+def grouped(optimizers: Optimizers) -> list[int]:
+    return [p.data_ptr() for g in optimizers.groups for p in g["params"]]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_parameter_is_in_exactly_one_group(tiny, name):
     model = tiny(num_layers=2, decoder_bias=True)
-    grouped = [id(p) for g in parameter_groups(model, 0.1) for p in g["params"]]
-    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+    optimizers = Optimizers(model, OptimizerConfig(name=name))
+    numbers = sum(p.numel() for g in optimizers.groups for p in g["params"])
+    assert numbers == sum(p.numel() for p in model.parameters())
+    assert len(set(grouped(optimizers))) == len(grouped(optimizers))
 
 
 def test_only_matrices_decay(tiny):
     model = tiny(decoder_bias=True)
-    names = {id(p): name for name, p in model.named_parameters()}
-    decays, stays = (
-        {names[id(p)] for p in group["params"]} for group in parameter_groups(model, 0.1)
-    )
-    assert "model.embedding.weight" in decays
-    assert {n for n in decays if "norm" in n or "bias" in n or "A_log" in n} == set()
-    assert {"model.memory.A_log", "model.memory.dt_bias", "model.decode.bias"} <= stays
-    assert parameter_groups(model, 0.1)[0]["weight_decay"] == 0.1
-    assert parameter_groups(model, 0.1)[1]["weight_decay"] == 0
+    names = {p.data_ptr(): name for name, p in model.named_parameters()}
+    decays, stays = Optimizers(model, OptimizerConfig(weight_decay=0.1)).groups
+    assert (decays["weight_decay"], stays["weight_decay"]) == (0.1, 0.0)
+    decayed = {names[p.data_ptr()] for p in decays["params"]}
+    stayed = {names[p.data_ptr()] for p in stays["params"]}
+    assert "model.embedding.weight" in decayed
+    assert {n for n in decayed if "norm" in n or "bias" in n or "A_log" in n} == set()
+    assert {"model.memory.A_log", "model.memory.dt_bias", "model.decode.bias"} <= stayed
+
+
+def test_muon_takes_each_logical_matrix_and_leaves_the_embedding(tiny):
+    model = tiny()
+    optimizers = Optimizers(model, OptimizerConfig(name="muon", weight_decay=0.0, clip_norm=0))
+    assert "model.embedding.weight" not in optimizers.matrices
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    up = model.model.predict[0].ffn.up.weight
+    halves = [g.clone() for g in up.grad.chunk(2)]
+    before = up.detach().clone()
+    optimizers.step(0.01)
+    for half, start, grad in zip(up.detach().chunk(2), before.chunk(2), halves, strict=True):
+        alone = torch.nn.Parameter(start.clone())
+        alone.grad = grad
+        torch.optim.Muon([alone], lr=0.01, weight_decay=0.0, momentum=0.95,
+                         adjust_lr_fn="match_rms_adamw").step()  # fmt: skip
+        torch.testing.assert_close(half, alone.detach())
+        # Close to orthogonal, and of AdamW's size: root mean square 0.2 per unit of rate.
+        rms = (half - start).square().mean().sqrt()
+        assert 0.1 * 0.01 < rms < 0.3 * 0.01
 
 
 @pytest.mark.parametrize(
@@ -51,20 +79,79 @@ def test_schedule_is_defined_at_its_edges(warmup, steps):
     assert rates == sorted(rates) or warmup < steps
 
 
-def test_apply_step_clips_to_the_norm_and_reports_it(tiny):
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.5), (1, 1.0), (2, 1.0), (6, 0.5), (9, 1 / 8)])
+def test_linear_schedule_ends_at_zero(step, expected):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, schedule="linear_to_zero")
+    assert learning_rate(step, 10, config) == pytest.approx(expected)
+
+
+def test_step_clips_to_the_norm_and_reports_it(tiny):
     model = tiny()
-    config = OptimizerConfig(weight_decay=0.0)
-    optimizer = build_optimizer(model, config)
+    config = OptimizerConfig(weight_decay=0.0, clip_norm=1.0)
+    optimizers = Optimizers(model, config)
     parameters = list(model.parameters())
     for p in parameters:
         p.grad = torch.full_like(p, 2.0)
     count = sum(p.numel() for p in parameters)
     before = [p.detach().clone() for p in parameters]
-    norm = apply_step(optimizer, parameters, rate=0.5, clip_norm=1.0)
+    norm = optimizers.step(0.5)
     assert norm == pytest.approx(2 * math.sqrt(count))
-    moment = optimizer.state[parameters[0]]["exp_avg"]
-    clipped = 2.0 / norm
-    torch.testing.assert_close(moment, torch.full_like(moment, clipped * (1 - config.beta1)))
+    moment = optimizers.tensors()["model.embedding.weight.exp_avg"]
+    torch.testing.assert_close(moment, torch.full_like(moment, 2 / norm * (1 - config.beta1)))
     # Adam's first step has the size of the learning rate whatever the gradient's scale.
     torch.testing.assert_close(parameters[0], before[0] - 0.5, rtol=1e-4, atol=1e-4)
     assert all(p.grad is None for p in parameters)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_gradient_changes_nothing(tiny, name, bad):
+    model = tiny()
+    optimizers = Optimizers(model, OptimizerConfig(name=name))
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    next(model.parameters()).grad[0, 0] = bad
+    assert not math.isfinite(optimizers.step(0.1))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert optimizers.tensors() == {}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_moments_survive_the_way_through_tensors(tiny, name):
+    config = OptimizerConfig(name=name, warmup_steps=0)
+    first, second = tiny(), tiny()
+    a, b = Optimizers(first, config), Optimizers(second, config)
+
+    def step(model, optimizers):
+        model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+        optimizers.step(0.01)
+
+    step(first, a)
+    second.load_state_dict(first.state_dict())
+    b.load_tensors(a.tensors(), "here")
+    step(first, a)
+    step(second, b)
+    for x, y in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(x, y)
+    broken = a.tensors()
+    key = next(iter(broken))
+    del broken[key]
+    with pytest.raises(UserError, match=f"here: {key.replace('.', '[.]')} is missing"):
+        b.load_tensors(broken, "here")
+
+
+def test_weight_average_is_the_recurrence_and_goes_on_and_off(tiny):
+    model = tiny(dtype=torch.float32)
+    average = WeightAverage(model, 0.9)
+    p = model.model.embedding.weight
+    expected = p.detach().clone()
+    for _ in range(3):
+        with torch.no_grad():
+            p.add_(1.0)
+        average.update()
+        expected = 0.9 * expected + 0.1 * p.detach()
+    kept = p.detach().clone()
+    with average.applied():
+        torch.testing.assert_close(p.detach(), expected)
+    assert torch.equal(p.detach(), kept)

@@ -220,3 +220,35 @@ class TrainingWindows:
             while len(self._permutations) > 2:
                 del self._permutations[min(self._permutations)]
         return self._permutations[epoch]
+
+
+class StreamWindows(TrainingWindows):
+    """Windows of which each row of the batch reads its own stretch of the split in order.
+
+    Row r of step s continues row r of step s - 1, so a state can be carried from one to the next;
+    where `restarts(s)`, all rows begin a new stretch. With L = num_windows // batch_size, epoch
+    e = s // L gives row r the L windows from offset_e + ((r + shift_e) mod batch_size) * L, offset
+    and shift drawn from RandomState([seed, e]).
+    """
+
+    def __init__(self, split: TokenSplit, window_tokens: int, batch_size: int, seed: int) -> None:
+        """Raises UserError if the split does not fill one window for each row."""
+        super().__init__(split, window_tokens, batch_size, seed)
+        self.stretch_windows = self.num_windows // batch_size
+        if self.stretch_windows == 0:
+            raise UserError(
+                f"'{split.folder}' has {self.num_windows:,} windows of {window_tokens:,} tokens: "
+                f"carrying a state needs one for each of {batch_size:,} rows"
+            )
+
+    def restarts(self, step: int) -> bool:
+        """Whether the rows of this step do not continue those of the step before."""
+        return step % self.stretch_windows == 0
+
+    def window_at(self, sample: int) -> int:
+        step, row = divmod(sample, self.batch_size)
+        epoch, place = divmod(step, self.stretch_windows)
+        random = np.random.RandomState([self.seed, epoch])
+        shift = random.randint(self.batch_size)
+        offset = random.randint(self.num_windows - self.stretch_windows * self.batch_size + 1)
+        return offset + (row + shift) % self.batch_size * self.stretch_windows + place

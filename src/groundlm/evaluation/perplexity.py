@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from transformers import PreTrainedModel
 from groundlm.data.tokenizer import tokenizer_sha256
 from groundlm.data.windows import TokenSplit
 from groundlm.errors import UserError
+from groundlm.model.loading import load_model
 from groundlm.model.modeling import GPNForCausalLM
-from groundlm.models import load_model, load_model_tokenizer, resolve_device, versions
+from groundlm.models import load_model_tokenizer, resolve_device, versions
 
 DEFAULT_WINDOW_TOKENS = 2048
 SLICE_LOGITS = 1 << 22
@@ -78,17 +80,19 @@ def score_split(
     window_tokens: int,
     batch_size: int,
     max_windows: int = 0,
+    part: tuple[int, int] = (0, 1),
 ) -> np.ndarray:
     """Nats of every token of the split in order, float32 [tokens]; windows as the module says.
 
     `max_windows` > 0 scores the first so many whole windows only (at least one window, which may
-    be short).
+    be short); `part` (i, n) only every n-th batch, from the i-th on.
     """
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    scored = []
-    for inputs, targets in _batches(split, window_tokens, batch_size, max_windows):
+    scored = [torch.empty(0)]
+    batches = _batches(split, window_tokens, batch_size, max_windows)
+    for inputs, targets in islice(batches, part[0], None, part[1]):
         scored.append(token_nats(model, inputs.to(device), targets.to(device)).cpu().flatten())
     model.train(was_training)
     return torch.cat(scored).numpy()
@@ -118,12 +122,20 @@ def _window(split: TokenSplit, start: int, length: int) -> np.ndarray:
     return np.concatenate([[split.eos_token_id], split.read(0, length)])
 
 
-def heldout_loss(
-    model: PreTrainedModel, split: TokenSplit, window_tokens: int, batch_size: int, windows: int
-) -> float:
-    """Mean nats per token over the first `windows` windows of a split (0: all of it)."""
-    nats = score_split(model, split, window_tokens, batch_size, windows)
-    return float(nats.mean(dtype=np.float64))
+def heldout_nats(
+    model: PreTrainedModel,
+    split: TokenSplit,
+    window_tokens: int,
+    batch_size: int,
+    windows: int,
+    part: tuple[int, int] = (0, 1),
+) -> tuple[float, int]:
+    """Summed nats and number of tokens over the first `windows` windows of a split (0: all of it).
+
+    `part` (i, n) scores only every n-th batch, from the i-th on, for n processes to share.
+    """
+    nats = score_split(model, split, window_tokens, batch_size, windows, part)
+    return float(nats.sum(dtype=np.float64)), len(nats)
 
 
 def bits_per_byte(
@@ -150,7 +162,7 @@ def run_eval(config: EvalConfig) -> dict[str, Any]:
         raise UserError(f"--batch-size is {config.batch_size}: it must be at least 1")
     split = TokenSplit.open(config.data, config.split)
     device = resolve_device(config.device)
-    model = load_model(config.model).to(device)
+    model = load_model(config.model, "float32", device)
     check_tokenizer(config.model, split)
     window = config.window_tokens or trained_window(config.model) or DEFAULT_WINDOW_TOKENS
     if window < 1:

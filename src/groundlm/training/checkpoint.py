@@ -2,12 +2,13 @@
 
     checkpoints/step-000100/
         config.json, model.safetensors, tokenizer...      loads with `from_pretrained`
-        training/optimizer.safetensors                    AdamW's moments, by parameter name
-        training/rng.safetensors                          torch's generators
-        training/progress.json                            step, tokens, window, settings of the run
+        ema/                                              the averaged weights, likewise (if kept)
+        training/optimizer.safetensors                    moments, by parameter name
+        training/state.safetensors                        carried state (if carried)
+        training/progress.json                            step, figures, settings of the run
+        training/complete.json                            size of every file, written last
 
-A folder is written under another name and renamed when it is whole, so `step-*` is always complete.
-Nothing is pickled.
+A folder is written under another name, flushed, and renamed when it is whole. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -15,24 +16,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim import Optimizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from groundlm.errors import UserError
+from groundlm.errors import RunFault, UserError
 
 PREFIX = "step-"
 PARTIAL = ".partial-"
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted((run / "checkpoints").glob(f"{PREFIX}*"), key=lambda p: step_of(p))
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -45,36 +40,83 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
-def save_checkpoint(
+def checkpoints(run: Path) -> list[Path]:
+    """All checkpoints of a run, oldest first, damaged ones included."""
+    return sorted((run / "checkpoints").glob(f"{PREFIX}*"), key=step_of)
+
+
+def newest_complete(run: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose files are all there in full; says which ones it passes over."""
+    for checkpoint in reversed(checkpoints(run)):
+        damage = what_is_missing(checkpoint)
+        if damage is None:
+            return checkpoint
+        say(f"passing over {checkpoint}: {damage}")
+    return None
+
+
+def what_is_missing(checkpoint: Path) -> str | None:
+    """The first file of a checkpoint that is missing or of another size, or None."""
+    marker = checkpoint / "training" / "complete.json"
+    try:
+        sizes = json.loads(marker.read_text())
+    except (OSError, json.JSONDecodeError):
+        return f"{marker.name} is missing or damaged"
+    for name, size_bytes in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size_bytes:
+            return f"{name} has {path.stat().st_size:,} bytes, not {size_bytes:,}"
+    return None
+
+
+def write(
     run: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: Optimizer,
+    step: int,
+    fill: Callable[[Path], None],
     progress: dict[str, Any],
-    keep: int,
 ) -> Path:
-    """Write the checkpoint of `progress["step"]`, then remove all but the newest `keep`."""
-    final = path_of(run, progress["step"])
-    if final.exists():
-        return final
+    """Write the checkpoint of a step, whole or not at all.
+
+    `fill` writes models and tensors into a folder. Raises `RunFault` when the disk does not take
+    it; what was there before is intact.
+    """
+    final = path_of(run, step)
     partial = final.with_name(PARTIAL + final.name)
-    shutil.rmtree(partial, ignore_errors=True)
-    extra = partial / "training"
-    extra.mkdir(parents=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    save_file(_optimizer_tensors(model, optimizer), extra / "optimizer.safetensors")
-    save_file(_rng_tensors(), extra / "rng.safetensors")
-    (extra / "progress.json").write_text(json.dumps(progress, indent=2) + "\n")
-    _sync(partial)
-    os.replace(partial, final)
-    for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
+    try:
+        _remove_leftovers(final.parent)
+        (partial / "training").mkdir(parents=True)
+        fill(partial)
+        _write_json(partial / "training" / "progress.json", progress)
+        files = sorted(p for p in partial.rglob("*") if p.is_file())
+        sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in files}
+        _write_json(partial / "training" / "complete.json", sizes)
+        _flush(partial)
+        if final.exists():  # a damaged one that was passed over
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        _flush_folder(final.parent)
+    except (OSError, SafetensorError, UserError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = newest_complete(run, lambda _: None)
+        raise RunFault(
+            f"checkpoint {final} could not be written: {error}; last complete one: {kept or 'none'}"
+        ) from None
     return final
 
 
-def load_progress(checkpoint: Path) -> dict[str, Any]:
-    """Step, tokens and settings that the checkpoint was written with."""
+def rotate(run: Path, newest: int, every: int | None, best_step: int | None) -> None:
+    """Remove checkpoints that are none of the newest, the best, or a multiple of `every`."""
+    found = checkpoints(run)
+    for checkpoint in found[:-newest]:
+        step = step_of(checkpoint)
+        if step != best_step and not (every and step % every == 0):
+            shutil.rmtree(checkpoint)
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """Step, figures and settings that the checkpoint was written with."""
     path = checkpoint / "training" / "progress.json"
     try:
         return json.loads(path.read_text())
@@ -82,60 +124,34 @@ def load_progress(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {checkpoint} cannot be continued: {path}: {error}") from None
 
 
-def load_training_state(checkpoint: Path, model: PreTrainedModel, optimizer: Optimizer) -> None:
-    """Put weights, optimizer moments and generators back as they were, in place.
-
-    Raises `UserError` naming the file and the tensor when something is missing or misshapen.
-    """
-    saved = {}
-    for file in ("optimizer.safetensors", "rng.safetensors"):
-        path = checkpoint / "training" / file
-        try:
-            saved[file] = load_file(path)
-        except Exception as error:
-            raise UserError(f"checkpoint file {path} cannot be read: {error}") from None
-    moments = saved["optimizer.safetensors"]
-    for name, parameter in model.named_parameters():
-        state = {}
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            tensor = moments.get(f"{name}.{key}")
-            want = torch.Size([]) if key == "step" else parameter.shape
-            if tensor is None or tensor.shape != want:
-                have = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
-                where = checkpoint / "training" / "optimizer.safetensors"
-                raise UserError(f"{where}: {name}.{key} is {have}, expected {tuple(want)}")
-            state[key] = tensor.to(parameter.device)
-        optimizer.state[parameter] = state
-    _set_rng(saved["rng.safetensors"])
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file; `UserError` naming the file if it is damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"checkpoint file {path} cannot be read: {error}") from None
 
 
-def _optimizer_tensors(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}.{key}": value.detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _rng_tensors() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
-    return states
+def _remove_leftovers(folder: Path) -> None:
+    """Clear what a killed or failed save left behind."""
+    for leftover in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(leftover)
 
 
-def _set_rng(states: dict[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available():
-        for i in range(min(torch.cuda.device_count(), len(states) - 1)):
-            torch.cuda.set_rng_state(states[f"cuda.{i}"], i)
+def _flush(folder: Path) -> None:
+    """Bring every file to the disk, so that the rename never outruns the data."""
+    for path in folder.rglob("*"):
+        _flush_folder(path)
+    _flush_folder(folder)
 
 
-def _sync(folder: Path) -> None:
-    """Flush every file and the folders themselves, so that the rename never outruns the data."""
-    for path in [*folder.rglob("*"), folder, folder.parent]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _flush_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

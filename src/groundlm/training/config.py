@@ -16,16 +16,23 @@ class DataConfig:
     """Folder written by `groundlm prepare`."""
     window_tokens: int = 2048
     """Tokens per training window; back-propagation runs through the whole window."""
+    reset_at_documents: bool = False
+    """Start from the zero state at every end-of-document token: a document is read after that \
+token alone, nothing flows between documents (GPN only)."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its schedule: linear warm-up, then a cosine down to a fraction of the peak."""
+    """Optimizer and schedule: a linear warm-up, then down from the peak."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon` takes the matrices (not the embedding) with Muon, all else with AdamW."""
+    schedule: Literal["cosine", "linear_to_zero"] = "cosine"
+    """`cosine` falls to `final_fraction` of the peak, `linear_to_zero` on a line to zero."""
     learning_rate: float = 6e-4
     """Peak learning rate."""
     final_fraction: float = 0.1
-    """Learning rate at the last step, as a fraction of the peak."""
+    """Learning rate at the last step of `cosine`, as a fraction of the peak."""
     warmup_steps: int = 100
     """Optimizer steps of linear warm-up."""
     beta1: float = 0.9
@@ -34,6 +41,8 @@ class OptimizerConfig:
     """Decay of AdamW's mean of squared gradients."""
     eps: float = 1e-8
     """Added to the denominator of AdamW's step."""
+    momentum: float = 0.95
+    """Muon's momentum."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on tensors of two or more dimensions only."""
     clip_norm: float = 1.0
@@ -55,13 +64,28 @@ class TrainingConfig:
     micro_batch_size: int | None = None
     """Windows per forward and backward pass; their gradients add up. None: the whole batch."""
     seed: int = 1
-    """Seed of the initial weights and of the order of the windows."""
+    """Seed of the initial weights, of the order of the windows, and of any dropout."""
     precision: Literal["float32", "bf16"] = "float32"
     """`bf16` multiplies matrices in bfloat16 (autocast); weights, state and loss stay float32."""
+    truncate_tokens: int | None = None
+    """Cut back-propagation every so many tokens inside a window; the state runs on. None: full \
+back-propagation through the window (GPN only)."""
+    carry_state: bool = False
+    """Each row of the batch reads its own stretch of the corpus in order and starts a window from \
+the state at the end of the one before, gradient cut there (GPN only)."""
+    ema_decay: float = 0.0
+    """Keep an average of the weights with this decay, scored and saved beside them (in `ema/` of \
+a checkpoint). 0: none."""
+    max_skipped_steps: int = 10
+    """Steps in a row whose loss or gradient is not finite, each skipped, before the run ends."""
+    regroup: bool = False
+    """Allow a run to go on with other ranks or micro-batches: same batches, other rounding."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
     scan_backend: str = "auto"
     """How a GPN's recurrence is walked (`auto`, or a name of `groundlm.ops.BACKENDS`)."""
+    log: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Also send the metrics to this tracker (an optional package)."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     eval_every: int = 500
@@ -71,11 +95,18 @@ class TrainingConfig:
     save_every: int = 500
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 2
-    """Newest checkpoints kept; older ones are removed after a new one is complete."""
+    """Newest checkpoints kept; others are removed after a new one is complete."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest held-out loss (among those evaluated when saved)."""
+    keep_every: int | None = None
+    """Also keep every checkpoint whose step is a multiple of this."""
 
     # What may change between the stop and the continuation of a run without changing its result.
-    FREE = ("out", "stop_at", "device", "log_every", "eval_every", "eval_windows", "save_every",
-            "keep_checkpoints", "scan_backend")  # fmt: skip
+    FREE = (
+        "out", "stop_at", "max_skipped_steps", "regroup", "device", "scan_backend", "log",
+        "log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints", "keep_best",
+        "keep_every",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,26 +125,32 @@ architecture. `vocab_size` is taken from the data when left out."""
 
     def check(self) -> None:
         """Refuse values that no run can have, by name."""
-        for name, least in (("steps", 1), ("batch_size", 1), ("log_every", 1), ("save_every", 1),
-                            ("eval_every", 0), ("eval_windows", 0), ("keep_checkpoints", 1)):  # fmt: skip
-            _at_least(f"training.{name}", getattr(self.training, name), least)
-        if self.training.stop_at is not None:
-            _at_least("training.stop_at", self.training.stop_at, 1)
+        t = self.training
         _at_least("data.window_tokens", self.data.window_tokens, 1)
+        for name in ("steps", "batch_size", "log_every", "save_every", "keep_checkpoints",
+                     "max_skipped_steps"):  # fmt: skip
+            _at_least(f"training.{name}", getattr(t, name), 1)
+        for name in ("stop_at", "micro_batch_size", "truncate_tokens", "keep_every"):
+            if getattr(t, name) is not None:
+                _at_least(f"training.{name}", getattr(t, name), 1)
+        for name in ("eval_every", "eval_windows"):
+            _at_least(f"training.{name}", getattr(t, name), 0)
         for name in ("learning_rate", "weight_decay", "clip_norm", "warmup_steps", "eps"):
             _at_least(f"optimizer.{name}", getattr(self.optimizer, name), 0)
-        for name in ("final_fraction", "beta1", "beta2"):
-            value = getattr(self.optimizer, name)
+        shares = {f"optimizer.{n}": getattr(self.optimizer, n)
+                  for n in ("final_fraction", "beta1", "beta2", "momentum")}  # fmt: skip
+        for name, value in (shares | {"training.ema_decay": t.ema_decay}).items():
             if not 0 <= value <= 1:
-                raise UserError(f"optimizer.{name} is {value}: it must lie between 0 and 1")
-        t = self.training
-        if t.micro_batch_size is not None:
-            _at_least("training.micro_batch_size", t.micro_batch_size, 1)
-            if t.batch_size % t.micro_batch_size:
-                raise UserError(
-                    f"training.batch_size {t.batch_size} is not a multiple of "
-                    f"training.micro_batch_size {t.micro_batch_size}"
-                )
+                raise UserError(f"{name} is {value}: it must lie between 0 and 1")
+        kind = self.model.get("model_type", "gpn")
+        only_gpn = {
+            "training.carry_state": t.carry_state,
+            "training.truncate_tokens": t.truncate_tokens,
+            "data.reset_at_documents": self.data.reset_at_documents,
+        }
+        for name, value in only_gpn.items():
+            if value and kind != "gpn":
+                raise UserError(f"{name} is {value}: a model of type {kind} has no state to set")
 
     def fixed(self) -> dict[str, Any]:
         """Flat `section.field` -> value of all that decides the numbers of a run."""
