@@ -54,16 +54,16 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 def tiny_config(**sizes: object) -> GPNConfig:
     """Odd sizes everywhere, so that no two axes can be mixed up unnoticed."""
-    defaults = dict(
-        vocab_size=61,
-        state_size=20,
-        embedding_size=11,
-        ffn_size=23,
-        num_layers=1,
-        num_heads=3,
-        head_k_dim=5,
-        head_v_dim=7,
-    )
+    defaults = {
+        "vocab_size": 61,
+        "state_size": 20,
+        "embedding_size": 11,
+        "ffn_size": 23,
+        "num_layers": 1,
+        "num_heads": 3,
+        "head_k_dim": 5,
+        "head_v_dim": 7,
+    }
     return GPNConfig(**(defaults | sizes))
 
 

@@ -49,6 +49,9 @@ COMMANDS = {
         "held-out perplexity and bits per byte", "groundlm.evaluation.perplexity", "EvalConfig",
         "run_eval",
     ),
+    "plot": Command(
+        "draw the curves of training runs", "groundlm.training.plot", "PlotConfig", "run_plot"
+    ),
     "generate": Command(
         "continue a text", "groundlm.generation", "GenerateConfig", "run_generate"
     ),

@@ -18,7 +18,6 @@ from groundlm.training import loop
 from groundlm.training.checkpoint import checkpoints
 from groundlm.training.loop import run_train
 
-
 # The tests use one thread, and sums depend on the number of threads.
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -177,7 +176,8 @@ def test_bf16_and_another_architecture_train(train_config):
     config = train_config("bf16", training__precision="bf16", training__steps=3)
     assert run_train(config)["step"] == 3
     sizes = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
-             "num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True}  # fmt: skip
+             "num_hidden_layers": 1, "num_attention_heads": 2,
+             "tie_word_embeddings": True}  # fmt: skip
     llama = replace(train_config("llama", training__steps=3), model=sizes)
     assert run_train(llama)["step"] == 3
 

@@ -46,7 +46,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay, on tensors of two or more dimensions only."""
     clip_norm: float = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
 
 
 @dataclass(frozen=True)

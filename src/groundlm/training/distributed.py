@@ -16,6 +16,11 @@ from groundlm.errors import UserError
 TIMEOUT = timedelta(minutes=30)
 
 
+def is_writer() -> bool:
+    """Whether this process is the one that writes and speaks, also before and after a run."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among the processes of a run; alone, every method is the identity."""

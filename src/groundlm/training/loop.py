@@ -274,10 +274,10 @@ class Reporter:
         run, t = self._run, self._run.config.training
         if not run.ranks.is_writer:
             return self
+        resolved = json.loads(json.dumps(asdict(run.config) | {"model": run.sizes}))
+        self._tracker = TRACKERS[t.log](run.folder, resolved)
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            resolved = json.loads(json.dumps(asdict(run.config) | {"model": run.sizes}))
-            self._tracker = TRACKERS[t.log](run.folder, resolved)
             (run.folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
             self._metrics = MetricsFile(run.folder / "metrics.jsonl", run.step)
         except OSError as error:
