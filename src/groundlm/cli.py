@@ -31,6 +31,8 @@ class Command(NamedTuple):
     config: str
     run: str
     uses_presets: bool = False
+    positional: str | None = None
+    """Option that a first word without dashes stands for."""
 
 
 COMMANDS = {
@@ -40,6 +42,10 @@ COMMANDS = {
     ),
     "prepare": Command(
         "turn text into token files", "groundlm.data.prepare", "PrepareConfig", "prepare"
+    ),
+    "data-info": Command(
+        "what a folder of token files holds", "groundlm.data.info", "DataInfoConfig", "data_info",
+        positional="data",
     ),
     "train": Command(
         "train a model, or continue a run", "groundlm.training.command", "TrainConfig",
@@ -54,6 +60,18 @@ COMMANDS = {
     ),
     "generate": Command(
         "continue a text", "groundlm.generation", "GenerateConfig", "run_generate"
+    ),
+    "bench train": Command(
+        "training speed: fused, reference and a Llama of equal size",
+        "groundlm.benchmark.train", "BenchTrainConfig", "bench_train",
+    ),
+    "bench memory": Command(
+        "peak memory of training against window length",
+        "groundlm.benchmark.memory", "BenchMemoryConfig", "bench_memory",
+    ),
+    "bench generate": Command(
+        "generation speed against a Llama of equal size with its KV cache",
+        "groundlm.benchmark.generate", "BenchGenerateConfig", "bench_generate",
     ),
 }  # fmt: skip
 
@@ -75,7 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = COMMANDS[name]
         module = importlib.import_module(command.module)
         config_class = getattr(module, command.config)
-        config = parse(config_class, arguments[len(name.split()) :], name, command.uses_presets)
+        rest = arguments[len(name.split()) :]
+        if command.positional and rest and not rest[0].startswith("-"):
+            rest = [f"--{command.positional}", *rest]
+        config = parse(config_class, rest, name, command.uses_presets)
         code = getattr(module, command.run)(config)
     except UserError as error:
         print(f"groundlm {name or ''}".rstrip() + f": {error}", file=sys.stderr)

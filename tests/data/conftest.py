@@ -1,6 +1,7 @@
 """Small inputs in every format, and a shared tokenizer."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -48,3 +49,18 @@ def config(jsonl_folder: Path, tokenizer_dir: str, tmp_path: Path) -> PrepareCon
         tokenizer=tokenizer_dir,
         heldout_share=0.2,
     )
+
+
+@pytest.fixture
+def contents() -> Callable[[str | Path], dict[str, bytes]]:
+    """A function: every file below a folder by relative path."""
+
+    def read(folder: str | Path) -> dict[str, bytes]:
+        root = Path(folder)
+        return {
+            str(path.relative_to(root)): path.read_bytes()
+            for path in sorted(root.rglob("*"))
+            if path.is_file()
+        }
+
+    return read

@@ -103,6 +103,8 @@ def damage(data_dir: Path, how: str) -> None:
         path.write_bytes(path.read_bytes()[:-1])
     elif how == "longer":
         path.write_bytes(path.read_bytes() + b"\0\0")
+    elif how == "empty":
+        path.write_bytes(b"")
     elif how == "gone":
         path.unlink()
     elif how == "index gone":
@@ -125,6 +127,7 @@ def damage(data_dir: Path, how: str) -> None:
     [
         ("cut", r"002_train.ds' has 79 bytes, not the 80"),
         ("longer", r"002_train.ds' has 82 bytes, not the 80"),
+        ("empty", r"002_train.ds' has 0 bytes, not the 80"),
         ("gone", r"002_train.ds' cannot be read"),
         ("index gone", r"002_train.ds.index' cannot be read"),
         ("index cut", r"002_train.ds.index' has 24 bytes, not the 32"),

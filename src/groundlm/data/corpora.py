@@ -104,17 +104,18 @@ def files_of(folder: Path) -> list[Path]:
 
 def file_tasks(folder: Path, files: list[Path], options: InputOptions) -> list[InputTask]:
     """A task per file of a folder."""
+    root = str(folder.absolute())  # a task may run on another machine, in another folder
     tasks = []
     for path in files:
         name = str(path.relative_to(folder))
         kind = kind_of(path)
         reader: Any
         if kind == "parquet":
-            reader = ParquetTextReader(str(folder), [name], options.text_key)
+            reader = ParquetTextReader(root, [name], options.text_key)
         elif kind == "jsonl":
-            reader = JsonLinesReader(str(folder), [name], options.text_key)
+            reader = JsonLinesReader(root, [name], options.text_key)
         else:
-            reader = TextReader(str(folder), [name], unescape(options.document_separator))
+            reader = TextReader(root, [name], unescape(options.document_separator))
         tasks.append(InputTask(reader, file_fingerprint(folder, name)))
     return tasks
 

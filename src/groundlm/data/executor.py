@@ -14,8 +14,17 @@ from typing import IO, Any
 
 from datatrove.executor.local import LocalPipelineExecutor
 
+from groundlm.errors import UserError
+
 WORKERS_LOCK_NAME = "workers.lock"
 LOG_NAME = "log.txt"
+# The folder of logs and completion markers of the tokenising: any executor goes on where another
+# left off.
+TOKENISE = "tokenise"
+
+
+class WorkInterrupted(UserError):
+    """Work stopped for no fault of the request; running again continues it."""
 
 
 class QuietExecutor(LocalPipelineExecutor):

@@ -16,7 +16,8 @@ from datatrove.utils.logging import setup_default_logger
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from groundlm.data.executor import LOG_NAME, QuietExecutor
+from groundlm.data.cluster import run_on_cluster
+from groundlm.data.executor import LOG_NAME, TOKENISE, QuietExecutor, WorkInterrupted
 from groundlm.data.manifest import FileInfo, SplitInfo
 from groundlm.data.steps import (
     HELDOUT,
@@ -27,7 +28,7 @@ from groundlm.data.steps import (
     is_heldout,
 )
 from groundlm.data.tokenizer import canonical_json, train_tokenizer, vocabulary_size
-from groundlm.data.workfolder import SCRATCH_NAME, WorkInterrupted
+from groundlm.data.workfolder import SCRATCH_NAME
 from groundlm.errors import UserError
 
 # Text on which a tokenizer is trained, from the front of the train split: more changes little,
@@ -51,6 +52,8 @@ class Plan:
     seed: int
     heldout_share: float
     workers: int
+    executor: str
+    executor_options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Work:
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
-        self.scratch = folder / SCRATCH_NAME
+        # Absolute, as tasks on other machines start elsewhere.
+        self.scratch = (folder / SCRATCH_NAME).absolute()
         self.plan = plan
         self.token_bytes = 2
         self.doing = "reading"
@@ -122,7 +126,8 @@ class Work:
                     return
 
     def tokenise(self, tokenizer: PreTrainedTokenizerFast) -> float:
-        """Tokenise all shards that are not done yet; returns the tokens per second of this run."""
+        """Tokenise all shards that are not done yet; returns the tokens per second of this run, 0
+        if there was nothing to do."""
         self.doing = "tokenising"
         backend_path = self.scratch / "tokenizer.json"
         backend_path.write_text(canonical_json(tokenizer), "utf-8")
@@ -137,7 +142,13 @@ class Work:
             self.plan.heldout_share,
         )
         start_s, start_tokens = time.monotonic(), self.tokens_on_disk()
-        self.execute(step, "tokenise", len(self.plan.shards))
+        tasks = len(self.plan.shards)
+        if self.plan.executor == "local":
+            self.execute(step, TOKENISE, tasks)
+        else:
+            run_on_cluster(
+                self.plan.executor, self.plan.executor_options, step, tasks, self.scratch
+            )
         return (self.tokens_on_disk() - start_tokens) / (time.monotonic() - start_s)
 
     def execute(self, step: Any, name: str, tasks: int) -> None:

@@ -7,17 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from groundlm.data.executor import WORKERS_LOCK_NAME, locked
+from groundlm.data.cluster import check_job
+from groundlm.data.executor import WORKERS_LOCK_NAME, WorkInterrupted, locked
 from groundlm.data.manifest import MANIFEST_NAME, Manifest
 from groundlm.errors import UserError
 
 LOCK_NAME = "prepare.lock"
 SCRATCH_NAME = "scratch"
 REQUEST_NAME = "request.json"
-
-
-class WorkInterrupted(UserError):
-    """Work stopped for no fault of the request; running again continues it."""
 
 
 @contextmanager
@@ -62,7 +59,10 @@ def work_folder(out: Path, request: dict[str, str]) -> Iterator[Path]:
 
 
 def start_or_continue(work: Path, request: dict[str, str]) -> None:
-    """Keep the scratch files of an equal request; else remove all that an unequal one left."""
+    """Keep the scratch files of an equal request; else remove all that an unequal one left.
+
+    Raises `Pending` or WorkInterrupted if a Slurm job is still writing there.
+    """
     scratch = work / SCRATCH_NAME
     wanted = json.dumps(request, sort_keys=True)
     if scratch.is_dir():
@@ -73,6 +73,7 @@ def start_or_continue(work: Path, request: dict[str, str]) -> None:
         found = (scratch / REQUEST_NAME).read_text("utf-8")
     except OSError:
         found = None
+    check_job(scratch, found == wanted)
     if found == wanted:
         return
     for path in work.iterdir():

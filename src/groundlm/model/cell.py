@@ -10,6 +10,7 @@ Precision: matrices multiply in their own dtype (or in autocast's); norms, biase
 state and memory stay in the dtype of the state, which is float32 (float64 for float64 weights).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,10 @@ L2_EPS = 1e-12
 
 Carry = tuple[Tensor, Tensor, Tensor | None]
 """What one token hands to the next: predicted [B, D], grounded [B, D], memory [B, H, K, V]."""
+
+Observer = Callable[[str, dict[str, Tensor | None]], None]
+"""Listens to a step: called with `write` (the fields of `WriteVectors`) and, for each layer,
+`predict` (the summands `retained`, `ffn` and `read` [B, D])."""
 
 
 class GroundParams(NamedTuple):
@@ -86,13 +91,24 @@ class WriteVectors(NamedTuple):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T` in the weight's (or autocast's) dtype, back in x's dtype; bias added there."""
-    y = F.linear(x.to(weight.dtype), weight).to(x.dtype)
-    return y if bias is None else y + bias.to(x.dtype)
+    # A `.to` that changes nothing still costs a microsecond, and a step has dozens of them.
+    dtype = x.dtype
+    if weight.dtype is torch.bfloat16 and x.numel() == weight.shape[1]:
+        # One row: the CPU's matrix-vector kernel is up to twice as fast as its matrix kernel.
+        y = torch.mv(weight, x.reshape(-1).to(torch.bfloat16)).view(*x.shape[:-1], -1)
+    else:
+        y = F.linear(x if dtype is weight.dtype else x.to(weight.dtype), weight)
+    if y.dtype is not dtype:
+        y = y.to(dtype)
+    if bias is None:
+        return y
+    return y + (bias if bias.dtype is dtype else bias.to(dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+    weight = weight if weight.dtype is x.dtype else weight.to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def l2_norm(x: Tensor) -> Tensor:
@@ -100,8 +116,13 @@ def l2_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
+def per_head(x: Tensor, heads: int) -> Tensor:
+    """[..., H * K] -> [..., H, K]."""
+    return x.view(*x.shape[:-1], heads, -1)
+
+
 def token_contribution(embedded: Tensor, norm_E: Tensor, proj_DE: Tensor, eps: float) -> Tensor:
-    """`e_t = W_token rms(embedding[x_t])` for embeddings [..., E]; returns [..., D] in state dtype."""
+    """`e_t = W_token rms(embedding[x_t])` of embeddings [..., E]: [..., D] in state dtype."""
     dtype = torch.promote_types(embedded.dtype, torch.float32)
     return linear(rms_norm(embedded.to(dtype), norm_E, eps), proj_DE)
 
@@ -125,8 +146,8 @@ def write_vectors(
     key = linear(rms_norm(grounded_prev_BD, p.write_norm_D, eps), p.key_XD, p.key_bias_X)
     rate = F.softplus(linear(here, p.decay_HD, p.dt_bias_H))
     return WriteVectors(
-        key_BHK=l2_norm(torch.relu(key).unflatten(-1, (heads, -1))),
-        value_BHV=linear(here, p.value_YD).unflatten(-1, (heads, -1)),
+        key_BHK=l2_norm(per_head(torch.relu(key), heads)),
+        value_BHV=per_head(linear(here, p.value_YD), heads),
         beta_BH=torch.sigmoid(linear(here, p.beta_HD)),
         log_decay_BH=-p.A_log_H.to(rate.dtype).exp() * rate,
     )
@@ -138,13 +159,17 @@ def write(memory_BHKV: Tensor, w: WriteVectors) -> Tensor:
     The correction reads the undecayed memory; Gated DeltaNet decays first.
     """
     correction_BHV = w.value_BHV - recall(memory_BHKV, w.key_BHK)
-    update = w.key_BHK.unsqueeze(-1) * (w.beta_BH.unsqueeze(-1) * correction_BHV).unsqueeze(-2)
-    return w.log_decay_BH.exp()[..., None, None] * memory_BHKV + update
+    decayed_BHKV = w.log_decay_BH.exp().unsqueeze(-1).unsqueeze(-1) * memory_BHKV
+    strength_BHV = w.beta_BH.unsqueeze(-1) * correction_BHV
+    return torch.addcmul(decayed_BHKV, w.key_BHK.unsqueeze(-1), strength_BHV.unsqueeze(-2))
 
 
 def recall(memory_BHKV: Tensor, query_BHK: Tensor) -> Tensor:
     """`M^T q` per head, in the memory's dtype even under autocast: [B, H, V]."""
-    with torch.autocast(memory_BHKV.device.type, enabled=False):
+    device = memory_BHKV.device.type
+    if not torch.is_autocast_enabled(device):
+        return torch.matmul(query_BHK.unsqueeze(-2), memory_BHKV).squeeze(-2)
+    with torch.autocast(device, enabled=False):
         return torch.matmul(query_BHK.unsqueeze(-2), memory_BHKV).squeeze(-2)
 
 
@@ -152,7 +177,7 @@ def read(y_BD: Tensor, memory_BHKV: Tensor, p: ReadParams, eps: float) -> Tensor
     """Query the memory and bring the answer back to the state: `W_o (swish(gate) * rms(M^T q))`."""
     heads = memory_BHKV.shape[-3]
     here = rms_norm(y_BD, p.norm_D, eps)
-    query = l2_norm(torch.relu(linear(here, p.query_XD, p.query_bias_X)).unflatten(-1, (heads, -1)))
+    query = l2_norm(per_head(torch.relu(linear(here, p.query_XD, p.query_bias_X)), heads))
     answer_BY = recall(memory_BHKV, query).flatten(-2)
     gate_BY = F.silu(linear(here, p.gate_YD))
     return linear(gate_BY * rms_norm(answer_BY, p.out_norm_Y, eps), p.out_DY)
@@ -164,11 +189,23 @@ def ffn(y_BD: Tensor, p: PredictParams, eps: float) -> Tensor:
     return linear(F.silu(a) * b, p.ffn_down_DF)
 
 
-def predict(y_BD: Tensor, memory_BHKV: Tensor | None, p: PredictParams, eps: float) -> Tensor:
+def predict(
+    y_BD: Tensor,
+    memory_BHKV: Tensor | None,
+    p: PredictParams,
+    eps: float,
+    observe: Observer | None = None,
+) -> Tensor:
     """One predict layer: gated carry of y, plus FFN, plus the read of the memory."""
-    out = retain(y_BD, p.gate_norm_D, p.gate_DD, p.gate_bias_D, eps) + ffn(y_BD, p, eps)
+    retained_BD = retain(y_BD, p.gate_norm_D, p.gate_DD, p.gate_bias_D, eps)
+    ffn_BD = ffn(y_BD, p, eps)
+    out = retained_BD + ffn_BD
+    read_BD = None
     if p.read is not None and memory_BHKV is not None:
-        out = out + read(y_BD, memory_BHKV, p.read, eps)
+        read_BD = read(y_BD, memory_BHKV, p.read, eps)
+        out = out + read_BD
+    if observe is not None:
+        observe("predict", {"retained": retained_BD, "ffn": ffn_BD, "read": read_BD})
     return out
 
 
@@ -197,14 +234,17 @@ def step(
     grounded_BD: Tensor,
     memory_BHKV: Tensor | None,
     params: CellParams,
+    observe: Observer | None = None,
 ) -> Carry:
-    """One token: carried (s^p, s^g, M) and its contribution e_t [B, D] to the next (s^p, s^g, M)."""
+    """One token: carried (s^p, s^g, M) and its contribution e_t [B, D] to the next carry."""
     eps = params.norm_eps
     grounded_next_BD = ground(token_BD, predicted_BD, params.ground, eps)
     if params.memory is not None and memory_BHKV is not None:
         vectors = write_vectors(grounded_BD, grounded_next_BD, params.memory, eps)
         memory_BHKV = write(memory_BHKV, vectors)
+        if observe is not None:
+            observe("write", vectors._asdict())
     y_BD = grounded_next_BD
     for layer in params.predict:
-        y_BD = predict(y_BD, memory_BHKV, layer, eps)
+        y_BD = predict(y_BD, memory_BHKV, layer, eps, observe)
     return y_BD, grounded_next_BD, memory_BHKV

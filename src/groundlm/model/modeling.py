@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    GenerationMixin,
     PreTrainedModel,
 )
 from transformers import initialization as init
@@ -21,130 +21,14 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from groundlm.errors import UserError
 from groundlm.model import cell
+from groundlm.model.boundaries import document_starts, refuse_unknown, window_mask
 from groundlm.model.config import GPNConfig
+from groundlm.model.generating import GPNGenerationMixin, same_state
+from groundlm.model.modules import Decode, Ground, Matrix, Memory, NormWeight, Predict, tensor_of
 from groundlm.model.state import GPNState
+from groundlm.model.text_hash import extend_hash
 from groundlm.ops import grounded_scan, linear_cross_entropy, resolve_backend
 from groundlm.ops.linear_cross_entropy import IGNORE_INDEX, shift_targets
-
-
-class NormWeight(nn.Module):
-    """The weight of an RMS norm; `cell.rms_norm` applies it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-
-class Matrix(nn.Linear):
-    """A linear map that knows how it starts: `lecun`, `normal` (initializer_range) or `zeros`."""
-
-    def __init__(self, fan_in: int, fan_out: int, bias: bool = False, start: str = "lecun") -> None:
-        super().__init__(fan_in, fan_out, bias=bias)
-        self.start = start
-
-
-class Ground(nn.Module):
-    """Token side and gate of the grounding step."""
-
-    def __init__(self, c: GPNConfig) -> None:
-        super().__init__()
-        self.token_norm = NormWeight(c.embedding_size)
-        self.token_proj = Matrix(c.embedding_size, c.state_size)
-        self.gate_norm = NormWeight(c.state_size)
-        self.gate = Matrix(c.state_size, c.state_size, bias=True, start="zeros")
-
-    def params(self) -> cell.GroundParams:
-        return cell.GroundParams(self.gate_norm.weight, self.gate.weight, self.gate.bias)
-
-
-class Memory(nn.Module):
-    """The write side of the shared memory."""
-
-    def __init__(self, c: GPNConfig) -> None:
-        super().__init__()
-        self.write_norm = NormWeight(c.state_size)
-        self.key = Matrix(c.state_size, c.num_heads * c.head_k_dim, bias=True)
-        self.value = Matrix(c.state_size, c.num_heads * c.head_v_dim)
-        self.beta = Matrix(c.state_size, c.num_heads)
-        self.decay = Matrix(c.state_size, c.num_heads)
-        self.A_log = nn.Parameter(torch.empty(c.num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(c.num_heads))
-
-    def params(self) -> cell.MemoryParams:
-        return cell.MemoryParams(
-            self.write_norm.weight,
-            self.key.weight,
-            self.key.bias,
-            self.value.weight,
-            self.beta.weight,
-            self.decay.weight,
-            self.A_log,
-            self.dt_bias,
-        )
-
-
-class Read(nn.Module):
-    """One layer's query of the memory and the way back to the state."""
-
-    def __init__(self, c: GPNConfig) -> None:
-        super().__init__()
-        self.norm = NormWeight(c.state_size)
-        self.query = Matrix(c.state_size, c.num_heads * c.head_k_dim, bias=True)
-        self.gate = Matrix(c.state_size, c.num_heads * c.head_v_dim)
-        self.out_norm = NormWeight(c.num_heads * c.head_v_dim)
-        self.out = Matrix(c.num_heads * c.head_v_dim, c.state_size, start="normal")
-
-    def params(self) -> cell.ReadParams:
-        return cell.ReadParams(
-            self.norm.weight,
-            self.query.weight,
-            self.query.bias,
-            self.gate.weight,
-            self.out_norm.weight,
-            self.out.weight,
-        )
-
-
-class FFN(nn.Module):
-    """SwiGLU; `up` holds the swish half above the linear half."""
-
-    def __init__(self, c: GPNConfig) -> None:
-        super().__init__()
-        self.norm = NormWeight(c.state_size)
-        self.up = Matrix(c.state_size, 2 * c.ffn_size)
-        self.down = Matrix(c.ffn_size, c.state_size, start="zeros")
-
-
-class Predict(nn.Module):
-    """One predict layer."""
-
-    def __init__(self, c: GPNConfig) -> None:
-        super().__init__()
-        self.ffn = FFN(c)
-        self.gate_norm = NormWeight(c.state_size)
-        self.gate = Matrix(c.state_size, c.state_size, bias=True, start="zeros")
-        self.read = Read(c) if c.num_heads else None
-
-    def params(self) -> cell.PredictParams:
-        return cell.PredictParams(
-            self.ffn.norm.weight,
-            self.ffn.up.weight,
-            self.ffn.down.weight,
-            self.gate_norm.weight,
-            self.gate.weight,
-            self.gate.bias,
-            None if self.read is None else self.read.params(),
-        )
-
-
-class Decode(nn.Module):
-    """From the predicted state to the embedding space; the embedding itself is shared."""
-
-    def __init__(self, c: GPNConfig) -> None:
-        super().__init__()
-        self.norm = NormWeight(c.state_size)
-        self.proj = Matrix(c.state_size, c.embedding_size)
-        self.bias = nn.Parameter(torch.zeros(c.embedding_size)) if c.decoder_bias else None
 
 
 @dataclass
@@ -186,6 +70,7 @@ class GPNPreTrainedModel(PreTrainedModel):
     config: GPNConfig
     base_model_prefix = "model"
     _is_stateful = True
+    supports_gradient_checkpointing = True
     _no_split_modules = ["Predict"]  # noqa: RUF012
     # Norms, biases and the decay stay float32 in a bf16 model: they take part in float32 sums.
     _keep_in_fp32_modules_strict = ["norm", "bias", "A_log"]  # noqa: RUF012
@@ -233,7 +118,10 @@ class GPNModel(GPNPreTrainedModel):
         self.predict = nn.ModuleList(Predict(config) for _ in range(config.num_layers))
         self.decode = Decode(config)
         self.scan_backend = "auto"
+        self.gradient_checkpointing = False
+        self.norm_eps = config.norm_eps
         self.post_init()
+        self._state_sizes = self.zero_state(0).sizes
 
     @property
     def scan_backend(self) -> str:
@@ -252,11 +140,13 @@ class GPNModel(GPNPreTrainedModel):
 
     def cell_params(self) -> cell.CellParams:
         """The parameters of the recurrence, as the scan takes them."""
+        parts = self._modules
+        memory = parts.get("memory")
         return cell.CellParams(
-            self.ground.params(),
-            None if self.memory is None else self.memory.params(),
-            tuple(layer.params() for layer in self.predict),
-            self.config.norm_eps,
+            parts["ground"].params(),
+            None if memory is None else memory.params(),
+            tuple(layer.params() for layer in parts["predict"]),
+            self.norm_eps,
         )
 
     def zero_state(self, batch_size: int) -> GPNState:
@@ -269,9 +159,8 @@ class GPNModel(GPNPreTrainedModel):
     def decoder_hidden(self, predicted: Tensor) -> Tensor:
         """States [..., D] -> vectors [..., E] that are compared with every embedding."""
         d = self.decode
-        return cell.decoder_hidden(
-            predicted, d.norm.weight, d.proj.weight, d.bias, self.config.norm_eps
-        )
+        norm, proj = tensor_of(d, "norm"), tensor_of(d, "proj")
+        return cell.decoder_hidden(predicted, norm, proj, d._parameters.get("bias"), self.norm_eps)
 
     @can_return_tuple
     def forward(
@@ -284,6 +173,7 @@ class GPNModel(GPNPreTrainedModel):
         resets: Tensor | None = None,
         state: GPNState | None = None,
         past_key_values: GPNState | None = None,
+        cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> GPNModelOutput:
         """Read T tokens on top of a state.
@@ -291,71 +181,141 @@ class GPNModel(GPNPreTrainedModel):
         Args:
             input_ids: int64 [B, T]; or give `inputs_embeds`, embeddings [B, T, E].
             attention_mask: [B, T] or longer (its last T columns count); 0 leaves the state alone.
-            cache: the state to go on from; `state` and `past_key_values` are other names for it.
+            cache: the state to go on from, of B rows or of one row that all share; `state` and
+                `past_key_values` are other names for it.
             use_cache: return the final state (default: the configuration's).
             resets: bool [B, T]; True starts afresh before that token (document boundary).
+            cu_seqlens: int [N + 1], instead of `resets`: the bounds of the documents in one packed
+                row. The first document goes on from the state given; tokens past the last bound
+                are not read.
+            kwargs: `position_ids` [B, T], instead of `resets`: every 0 starts a document. Anything
+                else that transformers does not hand to all models is refused.
 
         Raises:
-            UserError: no or two inputs, ids outside the vocabulary, shapes that do not fit.
+            UserError: no or two inputs, ids outside the vocabulary, shapes that do not fit, the
+                state of another model, an unknown argument.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UserError("give exactly one of input_ids and inputs_embeds")
-        if inputs_embeds is None:
-            self._check_ids(input_ids)
-            inputs_embeds = self.embedding(input_ids)
-        batch, time = inputs_embeds.shape[:2]
-        start = _same_state(cache, state, past_key_values) or self.zero_state(batch)
+        position_ids = kwargs.pop("position_ids", None)
+        if kwargs:
+            refuse_unknown(kwargs, ARGUMENTS, position_ids is not None)
+        embedded_BTE = self._embed(input_ids, inputs_embeds)
+        batch, time = embedded_BTE.shape[:2]
+        resets_BT, real_BT = document_starts(batch, time, resets, position_ids, cu_seqlens)
+        mask_BT = window_mask(attention_mask, batch, time)
+        if real_BT is not None:
+            mask_BT = real_BT if mask_BT is None else mask_BT & real_BT
+        start = self._start_state(same_state(cache, state, past_key_values), batch)
         g = self.ground
         token_BTD = cell.token_contribution(
-            inputs_embeds, g.token_norm.weight, g.token_proj.weight, self.config.norm_eps
+            embedded_BTE, tensor_of(g, "token_norm"), tensor_of(g, "token_proj"), self.norm_eps
         )
-        predicted_BTD, final = grounded_scan(
-            token_BTD,
-            self.cell_params(),
-            start,
-            resets_BT=resets,
-            mask_BT=_window_mask(attention_mask, time),
-            backend=self.scan_backend,
-        )
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        return GPNModelOutput(predicted_BTD, final if use_cache else None)
+        predicted_BTD, final = self._scan(token_BTD, start, resets_BT, mask_BT)
+        if not (self.config.use_cache if use_cache is None else use_cache):
+            return GPNModelOutput(predicted_BTD, None)
+        if start.text_hash_B is not None:
+            if input_ids is None:  # nothing to hash; a reset still counts
+                values_BT = torch.zeros(batch, time, dtype=torch.int64, device=token_BTD.device)
+                mask_BT = values_BT.bool()
+            else:
+                values_BT = input_ids.long() + 1
+            text_hash_B = extend_hash(start.text_hash_B, values_BT, mask_BT, resets_BT)
+            final = replace(final, text_hash_B=text_hash_B)
+        return GPNModelOutput(predicted_BTD, final)
 
-    def _check_ids(self, input_ids: Tensor) -> None:
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is not None:
+            width = self.embedding.weight.shape[1]
+            if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width:
+                shape = tuple(inputs_embeds.shape)
+                raise UserError(f"inputs_embeds has shape {shape}, expected [batch, time, {width}]")
+            return inputs_embeds
+        assert input_ids is not None
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise UserError(
-                f"input_ids has shape {tuple(input_ids.shape)}, expected [batch, time >= 1]"
-            )
-        # On an accelerator the look-up itself reports bad ids; asking here would stall it.
-        if input_ids.device.type == "cpu" and input_ids.numel():
+            shape = tuple(input_ids.shape)
+            raise UserError(f"input_ids has shape {shape}, expected [batch, time >= 1]")
+        if input_ids.is_floating_point():
+            raise UserError(f"input_ids is {input_ids.dtype}, expected whole numbers")
+        try:
+            return self.embedding(input_ids)
+        except IndexError:
             low, high = (int(x) for x in torch.aminmax(input_ids))
-            if low < 0 or high >= self.config.vocab_size:
-                bad = low if low < 0 else high
-                raise UserError(
-                    f"token id {bad} is outside the vocabulary of {self.config.vocab_size}"
-                )
+            size = self.embedding.weight.shape[0]
+            bad = low if low < 0 else high
+            raise UserError(f"token id {bad} is outside the vocabulary of {size}") from None
+
+    def _start_state(self, given: GPNState | None, batch: int) -> GPNState:
+        if given is None:
+            return self.zero_state(batch)
+        if given.sizes != self._state_sizes:
+            given.check(self.config)
+        if given.batch_size == 1 and batch > 1:
+            given = given.repeat(batch)
+        elif given.batch_size != batch:
+            raise UserError(f"the state has {given.batch_size} rows, the input has {batch}")
+        weight = self.embedding.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        have = given.predicted_BD
+        if have.dtype != dtype or have.device != weight.device:
+            given = given.to(weight.device, dtype)
+        return given
+
+    def _scan(
+        self, token_BTD: Tensor, start: GPNState, resets_BT: Tensor | None, mask_BT: Tensor | None
+    ) -> tuple[Tensor, GPNState]:
+        params, time = self.cell_params(), token_BTD.shape[1]
+        if time == 1 and resets_BT is None and mask_BT is None:
+            return _single_step(token_BTD, params, start)
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return grounded_scan(
+                token_BTD, params, start, resets_BT, mask_BT, backend=self.scan_backend
+            )
+        # Keep the state at the end of each segment only, and walk a segment again on the way back:
+        # segments of about sqrt(T) tokens make both parts equally large.
+        length = math.isqrt(time - 1) + 1 if time else 1
+        parts, state = [], start
+        for i in range(0, max(time, 1), length):
+            part, state = checkpoint(
+                grounded_scan,
+                token_BTD[:, i : i + length],
+                params,
+                state,
+                None if resets_BT is None else resets_BT[:, i : i + length],
+                None if mask_BT is None else mask_BT[:, i : i + length],
+                self.scan_backend,
+                use_reentrant=False,
+            )
+            parts.append(part)
+        return torch.cat(parts, 1), state
 
 
-def _same_state(*given: GPNState | None) -> GPNState | None:
-    """The one state among its three names."""
-    states = [s for s in given if s is not None]
-    if any(s is not states[0] for s in states):
-        raise UserError("state, cache and past_key_values name one thing: give one of them")
-    return states[0] if states else None
+ARGUMENTS = (
+    "input_ids", "attention_mask", "cache", "state", "past_key_values", "inputs_embeds", "labels",
+    "use_cache", "resets", "cu_seqlens", "position_ids", "logits_to_keep", "num_items_in_batch",
+    "shift_labels", "output_hidden_states",
+)  # fmt: skip
 
 
-def _window_mask(attention_mask: Tensor | None, time: int) -> Tensor | None:
-    """Bool [B, T] of the tokens that count, or None when all do."""
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] < time:
-        raise UserError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, expected [batch, {time}]"
-        )
-    mask_BT = attention_mask[:, -time:].bool()
-    return None if bool(mask_BT.all()) else mask_BT
+def _single_step(
+    token_B1D: Tensor, params: cell.CellParams, start: GPNState
+) -> tuple[Tensor, GPNState]:
+    """One token for every row, straight through the cell: the step of generation."""
+    predicted, grounded, memory = cell.step(
+        token_B1D[:, 0], start.predicted_BD, start.grounded_BD, start.memory_BHKV, params
+    )
+    final = replace(
+        start,
+        predicted_BD=predicted,
+        grounded_BD=grounded,
+        memory_BHKV=memory,
+        tokens_seen=start.tokens_seen + 1,
+        positions_seen=start.positions_seen + 1,
+    )
+    return predicted.unsqueeze(1), final
 
 
-class GPNForCausalLM(GPNPreTrainedModel, GenerationMixin):
+class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
     """Grounded Prediction Network with its tied decoder, for training and generation."""
 
     def __init__(self, config: GPNConfig) -> None:
@@ -374,6 +334,9 @@ class GPNForCausalLM(GPNPreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Embedding:
         return self.model.embedding
+
+    def set_output_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embedding = value
 
     @can_return_tuple
     def forward(
@@ -395,10 +358,11 @@ class GPNForCausalLM(GPNPreTrainedModel, GenerationMixin):
         Args:
             labels: int64 [B, T], aligned with the inputs (the usual shift happens here); -100 is
                 not scored.
-            shift_labels: instead of `labels`, targets already aligned with the logits.
+            shift_labels: targets already aligned with the logits; they overrule `labels`.
             num_items_in_batch: divide the summed loss by this number, not by the targets here.
             logits_to_keep: only the last n positions (0: all), or the given positions.
-            kwargs: as for `GPNModel.forward`: `resets`, `state`, `past_key_values`.
+            kwargs: as for `GPNModel.forward`: `resets`, `cu_seqlens`, `position_ids`, `state`,
+                `past_key_values`.
 
         Returns:
             The loss (nats per scored token; 0 if nothing is scored), logits, state. In training
@@ -411,10 +375,13 @@ class GPNForCausalLM(GPNPreTrainedModel, GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         predicted_BTD = out.last_hidden_state
-        targets_BT = shift_labels if labels is None else shift_targets(labels)
+        targets_BT = shift_labels
+        if targets_BT is None and labels is not None:
+            targets_BT = shift_targets(labels)
         if targets_BT is not None and targets_BT.shape != predicted_BTD.shape[:2]:
             want = tuple(predicted_BTD.shape[:2])
             raise UserError(f"labels have shape {tuple(targets_BT.shape)}, expected {want}")
@@ -428,6 +395,12 @@ class GPNForCausalLM(GPNPreTrainedModel, GenerationMixin):
         hidden = (predicted_BTD,) if output_hidden_states else None
         return GPNCausalLMOutput(loss, logits, out.cache, hidden)
 
+    def next_logits(self, state: GPNState) -> Tensor:
+        """Logits [B, W] for the token that comes next, which a state holds without reading more."""
+        state.check(self.config)
+        hidden_BE = self.model.decoder_hidden(state.predicted_BD)
+        return cell.linear(hidden_BE, self.model.embedding.weight)
+
     def _loss(
         self, predicted_BTD: Tensor, targets_BT: Tensor, num_items: Tensor | int | None
     ) -> Tensor:
@@ -439,15 +412,6 @@ class GPNForCausalLM(GPNPreTrainedModel, GenerationMixin):
         elif torch.is_tensor(num_items):
             num_items = num_items.to(total.device)
         return total / num_items
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        """False: the first call makes its own start state; there is no per-layer cache."""
-        return False
-
-    def _reorder_cache(self, cache: GPNState, beam_idx: Tensor) -> GPNState:
-        """The rows that beam search goes on with."""
-        return cache.rows(beam_idx)
 
 
 AutoConfig.register("gpn", GPNConfig)

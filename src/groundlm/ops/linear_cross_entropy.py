@@ -66,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_loss: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: FunctionCtx, grad_loss: Tensor):  # type: ignore[no-untyped-def]
         grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
         return (
             None if grad_hidden is None else grad_hidden * grad_loss,
@@ -76,5 +76,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def shift_targets(labels_BT: Tensor) -> Tensor:
-    """Labels aligned with inputs [B, T] -> next-token targets [B, T]; the last column is ignored."""
+    """Labels aligned with inputs [B, T] -> next-token targets [B, T], the last one ignored."""
     return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)

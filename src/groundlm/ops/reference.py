@@ -19,21 +19,22 @@ def reference_scan(
     outputs = []
     for t in range(token_BTD.shape[1]):
         if resets_BT is not None:
-            predicted, grounded, memory = (
-                x if x is None else torch.where(_over(resets_BT[:, t], x), x.new_zeros(()), x)
-                for x in (predicted, grounded, memory)
-            )
-        after = cell.step(token_BTD[:, t], predicted, grounded, memory, params)
+            nothing = predicted.new_zeros(())
+            reset_B = resets_BT[:, t]
+            predicted, grounded = (_pick(reset_B, nothing, x) for x in (predicted, grounded))
+            memory = None if memory is None else _pick(reset_B, nothing, memory)
+        before = (predicted, grounded, memory)
+        predicted, grounded, memory = cell.step(token_BTD[:, t], *before, params)
         if mask_BT is not None:
-            after = tuple(
-                new if old is None else torch.where(_over(mask_BT[:, t], old), new, old)
-                for new, old in zip(after, (predicted, grounded, memory), strict=True)
-            )
-        predicted, grounded, memory = after
+            kept_B = mask_BT[:, t]
+            predicted = _pick(kept_B, predicted, before[0])
+            grounded = _pick(kept_B, grounded, before[1])
+            if memory is not None and before[2] is not None:
+                memory = _pick(kept_B, memory, before[2])
         outputs.append(predicted)
     return torch.stack(outputs, 1), (predicted, grounded, memory)
 
 
-def _over(flag_B: Tensor, like: Tensor) -> Tensor:
-    """A flag per row, shaped to broadcast over `like` [B, ...]."""
-    return flag_B.view(-1, *[1] * (like.dim() - 1))
+def _pick(flag_B: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """Row by row `yes` where the flag is set, else `no` [B, ...]."""
+    return torch.where(flag_B.view(-1, *[1] * (no.dim() - 1)), yes, no)

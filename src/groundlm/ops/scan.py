@@ -10,6 +10,7 @@ from torch import Tensor
 from groundlm.errors import UserError
 from groundlm.model.cell import Carry, CellParams
 from groundlm.model.state import GPNState
+from groundlm.ops.fused import fused_scan, unsupported
 from groundlm.ops.reference import reference_scan
 
 logger = logging.getLogger(__name__)
@@ -19,8 +20,11 @@ Scan = Callable[
     tuple[Tensor, Carry],
 ]
 
-BACKENDS: dict[str, Scan] = {"reference": reference_scan}
+BACKENDS: dict[str, Scan] = {"reference": reference_scan, "fused": fused_scan}
 """Every way to walk the recurrence, by name; all compute the same numbers."""
+
+SHORT_WINDOW_TOKENS = 16
+"""Shorter windows, single steps above all, walk the reference cell: packing would not pay."""
 
 _logged: set[str] = set()
 
@@ -33,11 +37,33 @@ def resolve_backend(name: str) -> str:
     if name != "auto" and name not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         raise UserError(f"unknown scan backend {name!r}: choose one of {known}")
-    chosen = "reference" if name == "auto" else name
-    if chosen not in _logged:
-        _logged.add(chosen)
-        logger.info("scan backend: %s", chosen)
+    chosen = "fused" if name == "auto" else name
+    _log_once(f"scan backend: {chosen}")
     return chosen
+
+
+def backend_for(name: str, token_BTD: Tensor, params: CellParams, carry: Carry) -> str:
+    """The backend that walks this window: `resolve_backend`, or `reference` where fused cannot.
+
+    `fused` gives way for windows under `SHORT_WINDOW_TOKENS` and for tensors it does not support;
+    the latter is logged once, with the reason.
+    """
+    chosen = resolve_backend(name)
+    if chosen != "fused":
+        return chosen
+    if token_BTD.shape[1] < SHORT_WINDOW_TOKENS:
+        return "reference"
+    reason = unsupported(token_BTD, params, carry)
+    if reason is None:
+        return "fused"
+    _log_once(f"scan backend: reference instead of fused: {reason}")
+    return "reference"
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logger.info(message)
 
 
 def grounded_scan(
@@ -78,8 +104,8 @@ def grounded_scan(
     for name, flags in (("resets", resets_BT), ("mask", mask_BT)):
         if flags is not None and flags.shape != (batch, time):
             raise UserError(f"{name} has shape {tuple(flags.shape)}, expected {(batch, time)}")
-    scan = BACKENDS[resolve_backend(backend)]
     carry = (state.predicted_BD, state.grounded_BD, state.memory_BHKV)
+    scan = BACKENDS[backend_for(backend, token_BTD, params, carry)]
     predicted_BTD, (predicted, grounded, memory) = scan(
         token_BTD, params, carry, resets_BT, mask_BT
     )

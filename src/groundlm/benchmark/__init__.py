@@ -1,0 +1,1 @@
+"""Measurements of speed, each beside what the machine or the usual model would allow."""

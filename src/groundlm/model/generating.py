@@ -1,0 +1,216 @@
+"""transformers' `generate` for a model whose context is a state instead of a cache of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation import GenerationMode
+from transformers.utils import ModelOutput
+
+from groundlm.errors import UserError
+from groundlm.model import boundaries
+from groundlm.model.state import GPNState
+from groundlm.model.text_hash import prefix_hashes
+
+
+class GPNGenerationMixin(GenerationMixin):
+    """What differs from transformers' `generate`: what a state has read need not be read again."""
+
+    def generate(
+        self, inputs: Tensor | None = None, *args: Any, state: GPNState | None = None, **kwargs: Any
+    ) -> Any:
+        """transformers' `generate`, starting from a state if one is given.
+
+        Args:
+            inputs: prompt ids [B, T] (also as `input_ids`), or `inputs_embeds`.
+            state: go on from this state; the prompt is what comes after it, possibly nothing
+                ([B, 0]). A state of one row serves all B prompts.
+            args, kwargs: as in transformers. A state given as `cache` or `past_key_values` may
+                stand for the beginning of `inputs`, as after `generate(...,
+                return_dict_in_generate=True)`: sequences that begin with what the state has read
+                are read on from there, other tokens are read whole. `resets`, `cu_seqlens` and
+                `attention_mask` concern the prompt; after a prompt of several documents go on
+                with `state=` and the new tokens.
+
+        Raises:
+            UserError: assisted decoding, which would have to rewind; the state of another model;
+                a state together with `use_cache=False`.
+        """
+        others = [kwargs.pop(name, None) for name in ("cache", "past_key_values", "cache_params")]
+        start = same_state(state, *others)
+        ids = kwargs.pop("input_ids", None) if inputs is None else inputs
+        given = kwargs.get("inputs_embeds") if ids is None else ids
+        if given is None:
+            return super().generate(None, *args, **kwargs)
+        _boundaries_as_resets(kwargs, *given.shape[:2])
+        if start is None:
+            return super().generate(ids, *args, **kwargs)
+        if start.batch_size == 1:
+            start = start.repeat(len(given))
+        mask = kwargs.get("attention_mask")
+        read = 0
+        if state is None and ids is None:
+            _refuse_ambiguous(start, given.shape[1])
+        elif state is None:
+            pad = kwargs.get("pad_token_id", self.generation_config.pad_token_id)
+            read = _columns_read(start, given, mask, pad)
+        if mask is not None and mask.shape[1] > given.shape[1]:
+            kwargs["attention_mask"] = mask[:, mask.shape[1] - given.shape[1] :]
+        # From here on positions are columns of `inputs`: that is what generate slices by.
+        before_B = start.hash_before_B if read else start.text_hash_B
+        kwargs["cache"] = replace(start, positions_seen=read, hash_before_B=before_B)
+        if given.shape[1] == 0 and len(given) > 1:
+            return self._generate_from_nothing(given, *args, **kwargs)
+        return super().generate(ids, *args, **kwargs)
+
+    def _generate_from_nothing(self, ids_B0: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Several empty prompts, which transformers cannot index: one column, taken as read."""
+        kwargs["cache"] = replace(kwargs["cache"], positions_seen=1)
+        kwargs["attention_mask"] = None
+        out = super().generate(F.pad(ids_B0, (1, 0)), *args, **kwargs)
+        if torch.is_tensor(out):
+            return out[:, 1:]
+        out.sequences = out.sequences[:, 1:]
+        out.cache = replace(out.cache, positions_seen=out.cache.positions_seen - 1)
+        return out
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        cache: GPNState | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        resets: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in transformers; document boundaries concern the prompt, not what follows it."""
+        if resets is not None and (is_first_iteration or cache is None):
+            columns = input_ids.shape[1]
+            if is_first_iteration and inputs_embeds is not None:
+                columns = inputs_embeds.shape[1]
+            resets = F.pad(resets, (0, columns - resets.shape[1]))
+            kwargs["resets"] = resets[:, -(next_sequence_length or columns) :]
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool = True,
+    ) -> Any:
+        cache = model_kwargs.get("cache")
+        if cache is not None and not model_kwargs.get("use_cache", True):
+            raise UserError("use_cache=False cannot go on from a state: leave one of them out")
+        if cache is None and generation_config.prefill_chunk_size is not None:
+            model_kwargs["cache"] = self.model.zero_state(len(input_ids))
+        embedded = model_kwargs.get("inputs_embeds") is not None
+        if cache is not None and not embedded and input_ids.shape[1] == cache.positions_seen:
+            # The state is the prediction already.
+            return ModelOutput(logits=self.next_logits(cache).unsqueeze(1), cache=cache)
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: Any, mode_kwargs: Any
+    ) -> None:
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            raise UserError(
+                "assisted decoding has to take drafted tokens back, and a GPN state cannot be "
+                "rewound: generate without assistant_model and prompt_lookup_num_tokens"
+            )
+        super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        if expand_size > 1 and model_kwargs.get("cache") is not None:
+            model_kwargs["cache"] = model_kwargs["cache"].repeat(expand_size)
+        return super()._expand_inputs_for_generation(
+            expand_size, is_encoder_decoder, input_ids, **model_kwargs
+        )
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """False: the first call makes its own start state; there is no per-layer cache."""
+        return False
+
+    def _reorder_cache(self, cache: GPNState, beam_idx: Tensor) -> GPNState:
+        """The rows that beam search goes on with."""
+        return cache.rows(beam_idx)
+
+
+def same_state(*given: GPNState | None) -> GPNState | None:
+    """The one state among its several names."""
+    states = [s for s in given if s is not None]
+    if any(s is not states[0] for s in states):
+        raise UserError("state, cache and past_key_values name one thing: give one of them")
+    if states and not isinstance(states[0], GPNState):
+        raise UserError(f"the cache is a {type(states[0]).__name__}, a GPN goes on from a GPNState")
+    return states[0] if states else None
+
+
+def _columns_read(state: GPNState, ids_BT: Tensor, mask: Tensor | None, pad: int | None) -> int:
+    """How many of the first columns of the ids the state has read; 0 if they are new to it."""
+    if mask is not None and mask.shape[1] > ids_BT.shape[1]:
+        return 0  # a mask longer than the ids says that they are what comes next
+    if not bool(state.tokens_seen.any()):
+        return 0
+    if state.text_hash_B is None:
+        raise UserError(
+            "this cache does not say what it has read: give it as state= and only the new tokens"
+        )
+    counted = [torch.ones_like(ids_BT, dtype=torch.bool) if mask is None else mask.bool()]
+    if pad is not None:
+        counted.append(ids_BT != pad)
+    # Rows that ended early went on with pads, and these were read.
+    counted += [real_BT.long().cumsum(1) > 0 for real_BT in counted]
+    # The columns may be all that the state has read, or what it has read since the last `generate`.
+    wanted_B = state.text_hash_B.to(ids_BT.device)
+    zero_B = torch.zeros_like(wanted_B)
+    before = [zero_B if state.hash_before_B is None else state.hash_before_B.to(zero_B), zero_B]
+    matches = [
+        prefix_hashes(hash_B, ids_BT.long() + 1, real_BT) == wanted_B[:, None]
+        for real_BT in counted
+        for hash_B in before
+    ]
+    columns = torch.stack(matches).any(0).all(0).nonzero()
+    return int(columns[-1]) if len(columns) else 0
+
+
+def _boundaries_as_resets(kwargs: dict[str, Any], batch: int, time: int) -> None:
+    """Bring the document boundaries of a prompt into the one form that its steps can drop."""
+    forms = [kwargs.pop(name, None) for name in ("resets", "position_ids", "cu_seqlens")]
+    resets, real = boundaries.document_starts(batch, time, *forms)
+    if resets is not None:
+        kwargs["resets"] = resets
+    if real is not None:
+        mask = kwargs.get("attention_mask")
+        kwargs["attention_mask"] = real.long() if mask is None else real.long() * mask
+
+
+def _refuse_ambiguous(state: GPNState, columns: int) -> None:
+    """Embeddings cannot show whether the state has read their beginning."""
+    if 0 < state.positions_seen < columns:
+        raise UserError(
+            f"{columns} columns of inputs_embeds and a cache that has read {state.positions_seen}: "
+            "give the cache as state= and only what comes after it"
+        )
