@@ -1,70 +1,21 @@
-"""Shared pieces of the tests."""
+"""Shared fixtures of the tests."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
-from groundlm import GPNConfig, GPNForCausalLM
-
-GOLDEN = Path(__file__).parent / "golden"
-GOLDEN_NAMES = ["gpn", "gpn_m_1l", "gpn_m_1l_bias", "gpn_m_2l"]
+from groundlm import GPNForCausalLM
+from helpers import GOLDEN_NAMES, Golden, tiny_config, write_documents
 
 # Tiny models: a second thread only waits, and waits long when something else runs.
 torch.set_num_threads(1)
 
 
-class Golden:
-    """One file of the reference code's numbers, with a model that holds its parameters."""
-
-    def __init__(self, name: str) -> None:
-        with safe_open(GOLDEN / f"{name}.safetensors", "pt") as f:
-            sizes = json.loads(f.metadata()["config"])
-            self.tensors = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
-        config = GPNConfig(
-            vocab_size=sizes["vocab_size"],
-            state_size=sizes["d_state"],
-            embedding_size=sizes["d_emb"],
-            ffn_size=sizes["d_ffn"],
-            num_layers=sizes.get("n_layers", 1),
-            num_heads=sizes.get("n_heads", 0),
-            head_k_dim=sizes.get("d_key", 1),
-            head_v_dim=sizes.get("d_val", 1),
-            decoder_bias=sizes.get("use_decoder_bias", False),
-        )
-        self.model = GPNForCausalLM(config).double()
-        self.model.load_state_dict(
-            {f"model.{k.removeprefix('param.')}": v for k, v in self.of("param.").items()}
-        )
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self.tensors[key]
-
-    def of(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {k: v for k, v in self.tensors.items() if k.startswith(prefix)}
-
-
 @pytest.fixture(params=GOLDEN_NAMES)
 def golden(request: pytest.FixtureRequest) -> Golden:
     return Golden(request.param)
-
-
-def tiny_config(**sizes: object) -> GPNConfig:
-    """Odd sizes everywhere, so that no two axes can be mixed up unnoticed."""
-    defaults = {
-        "vocab_size": 61,
-        "state_size": 20,
-        "embedding_size": 11,
-        "ffn_size": 23,
-        "num_layers": 1,
-        "num_heads": 3,
-        "head_k_dim": 5,
-        "head_v_dim": 7,
-    }
-    return GPNConfig(**(defaults | sizes))
 
 
 @pytest.fixture
@@ -80,25 +31,6 @@ def tiny() -> Callable[..., GPNForCausalLM]:
         return model
 
     return build
-
-
-WORDS = ["the", "state", "memory", "reads", "a", "token", "and", "writes", "it", "back", "again",
-         "ground", "predict", "decode", "of", "in", "one", "vector", "é", "日本"]  # fmt: skip
-
-
-def write_documents(path: Path, count: int, seed: int = 0) -> None:
-    """JSONL documents of 5 to 60 words; word order is learnable (each word prefers the next)."""
-    generator = torch.Generator().manual_seed(seed)
-    lines = []
-    for _ in range(count):
-        length = int(torch.randint(5, 60, (1,), generator=generator))
-        at, words = 0, []
-        for _ in range(length):
-            jump = int(torch.randint(0, 10, (1,), generator=generator))
-            at = (at + (1 if jump < 8 else jump)) % len(WORDS)
-            words.append(WORDS[at])
-        lines.append(json.dumps({"text": " ".join(words)}))
-    path.write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="session")

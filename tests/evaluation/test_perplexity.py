@@ -17,7 +17,7 @@ def brute_force(model, split: TokenSplit, window: int) -> list[float]:
     nats = []
     for at in range(1, len(stream)):
         first = (at - 1) // window * window
-        logits = model(torch.tensor([stream[first:at]])).logits[0, -1].double()
+        logits = model(torch.tensor([stream[first:at]])).logits[0, -1].detach().double()
         nats.append(-float(logits.log_softmax(-1)[stream[at]]))
     return nats
 

@@ -199,7 +199,6 @@ def test_other_causal_models_load_too(tmp_path):
 
 
 def test_trainer_accumulates_like_the_unsplit_batch(m, ids, tmp_path):
-    pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
     x = ids(8, 12)
