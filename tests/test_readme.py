@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import write_documents
 from groundlm.cli import COMMANDS, main, parse
 from groundlm.data.prepare import PrepareConfig
 from groundlm.training.config import TrainConfig
+from helpers import write_documents
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

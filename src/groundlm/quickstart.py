@@ -1,4 +1,4 @@
-"""`groundlm quickstart`: from nothing to a model that was scored and writes, on the built-in corpus."""
+"""`groundlm quickstart`: from nothing to a scored model that writes, on the built-in corpus."""
 
 from __future__ import annotations
 
