@@ -64,8 +64,8 @@ def test_values_of_norm_1000():
 
 
 def test_full_strength_without_decay_gives_the_value_back():
-    problem = extreme(0, 1, time=12)
-    out, (_, grounded, memory) = fused_scan(problem.token_BTD, problem.params, problem.carry)
+    problem = extreme(0, 1, equal_keys=True, time=12)
+    _, (_, grounded, memory) = fused_scan(problem.token_BTD, problem.params, problem.carry)
     shorter = fused_scan(problem.token_BTD[:, :-1], problem.params, problem.carry)[1]
     written = cell.write_vectors(shorter[1], grounded, problem.params.memory, 1e-6)
     recalled = cell.recall(memory, written.key_BHK)
@@ -105,6 +105,8 @@ def test_float32_fast_and_reference(batch, heads, size, time, first_state):
                     x.zero_()
         results.append(problem.run(scan))
     for found, wanted in zip(*results, strict=True):
+        # Where terms cancel (a key of width 1 has no gradient), rounding is all that is left.
+        floor = 1e-2 * max(float(x.norm()) for x in wanted.values())
         for name, x in wanted.items():
-            error = (found[name] - x).norm() / x.norm().clamp_min(1e-3)
+            error = (found[name] - x).norm() / max(float(x.norm()), floor)
             assert error < 1e-4, f"{name}: {error:.1e}"

@@ -76,12 +76,19 @@ def test_gradient_through_a_handed_on_state(tiny, cuts, heads):
 def test_zero_embedding_rows_keep_gradients_bounded(tiny):
     """C22: a zero vector into every norm."""
     model = tiny()
-    model.scan_backend = "fused"
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = 0
     tokens = torch.full((1, 9), 5)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    assert all(p.grad.abs().max() < 1e4 for p in model.parameters())
+    found = {}
+    for backend in ("reference", "fused"):
+        model.scan_backend = backend
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        found[backend] = {k: p.grad.clone() for k, p in model.named_parameters()}
+    for name, wanted in found["reference"].items():
+        torch.testing.assert_close(found["fused"][name], wanted, rtol=1e-9, atol=1e-9)
+        # The embedding row lies behind two norms of zero vectors, each with a slope of 1e3.
+        assert wanted.abs().max() < (1e6 if "embedding" in name else 1e4), name
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -97,20 +104,26 @@ def test_bf16_matrices_with_float32_state(tiny, autocast):
             if p.dim() > 1 and "embedding" not in name:
                 p.data = p.data.bfloat16()
     tokens = torch.randint(1, 61, (2, 40))
-    results = {}
-    for backend, model in (("reference", exact), ("fused", low)):
+
+    def run(model, backend, autocast):
         model.scan_backend = backend
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and backend == "fused"):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(input_ids=tokens, labels=tokens)
         out.loss.backward()
-        results[backend] = out
-    assert results["fused"].loss == pytest.approx(results["reference"].loss.item(), rel=1e-2)
-    state = results["fused"].cache
-    tensors = (state.predicted_BD, state.grounded_BD, state.memory_BHKV)
+        return out, {k: p.grad.clone() for k, p in model.named_parameters()}
+
+    expected, exact_grads = run(exact, "reference", False)
+    _, reference_grads = run(low, "reference", autocast)
+    out, grads = run(low, "fused", autocast)
+    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
+    tensors = (out.cache.predicted_BD, out.cache.grounded_BD, out.cache.memory_BHKV)
     assert {x.dtype for x in tensors} == {torch.float32}
-    for (name, p), q in zip(low.named_parameters(), exact.parameters(), strict=True):
-        assert p.grad.dtype == p.dtype
-        assert relative(p.grad, q.grad) < 0.1, name
+    for name, exact_grad in exact_grads.items():
+        assert grads[name].dtype == low.get_parameter(name).dtype
+        # As near to float32 as the reference scan in bf16 is.
+        allowed = 2 * relative(reference_grads[name], exact_grad) + 0.02
+        assert relative(grads[name], exact_grad) < allowed, name
 
 
 def test_bf16_over_4096_tokens(tiny):

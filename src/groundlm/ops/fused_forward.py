@@ -107,8 +107,8 @@ class Tape:
     def native(self, window: Window) -> NativeTape:
         """The compiled walks over this tape."""
         if self._native is None:
-            self._native = NativeTape(window.sizes, self, window.decay_rate_H)
-        return self._native
+            self._native = NativeTape(window.sizes, self)
+        return self._native.for_window(window.decay_rate_H)
 
 
 def normalise(x: Tensor, eps_1: Tensor, normed: Tensor, scale: Tensor) -> Tensor:

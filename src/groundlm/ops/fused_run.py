@@ -34,6 +34,9 @@ class ScanSettings:
     """Tokens between two writes of the memory; None: half the key width, 16 to 64."""
     pack: bool = True
     """Use the CPU's packed products where they exist."""
+    spare_bytes: int = 1 << 28
+    """Largest tape that is kept, unused, for the next window of the same shape: on the CPU, new
+    memory costs a page fault per 4 KiB. 0 keeps none."""
     compiled: bool = True
     """Use compiled code between the products where a C compiler is at hand."""
 
@@ -76,6 +79,29 @@ def tape_bytes_per_token(s: Sizes, chunk: int) -> int:
     return itemsize * (s.batch * per_row + s.pairs * memory)
 
 
+_spare: list[tuple[tuple[Sizes, int, int], Tape]] = []
+"""At most one tape that no window uses, with what it fits."""
+
+
+def _take_tape(s: Sizes, steps: int, chunk: int) -> Tape:
+    """A tape for `steps` tokens: the spare one if it fits, which then is spare no more."""
+    while _spare:
+        try:
+            fits, tape = _spare.pop()
+        except IndexError:  # another thread was faster
+            break
+        if fits == (s, steps, chunk):
+            return tape
+    return Tape(s, steps, chunk)
+
+
+def _leave_tape(s: Sizes, tape: Tape, most_bytes: int) -> None:
+    """Keep a tape for the next window if it is not too large."""
+    size = tape.steps * tape_bytes_per_token(s, tape.chunk)
+    if s.device.type == "cpu" and size <= most_bytes:
+        _spare[:] = [((s, tape.steps, tape.chunk), tape)]
+
+
 class Run:
     """The two walks over one window, and what the second needs of the first."""
 
@@ -95,7 +121,7 @@ class Run:
         walk = self._start(inputs)
         outputs_TBD = empty(s, time, s.batch, s.state)
         tokens, outputs = inputs.token_BTD.unbind(1), outputs_TBD.unbind(0)
-        tape = Tape(s, min(self.segment, time), self.chunk)
+        tape = _take_tape(s, min(self.segment, time), self.chunk)
         for first in range(0, time, self.segment):
             part = slice(first, first + self.segment)
             if self.call.keep:
@@ -105,6 +131,8 @@ class Run:
             )
         if self.call.keep and len(self.starts) == 1:
             self.tape = tape
+        if self.tape is None:
+            _leave_tape(s, tape, self.call.settings.spare_bytes)
         after = [outputs_TBD[-1].clone(), walk.grounded_BD]
         if walk.memory_PKV is not None:
             after.append(walk.memory_PKV.view(s.batch, s.heads, s.key, s.value))
@@ -133,7 +161,7 @@ class Run:
             first = n * self.segment
             part = slice(first, min(first + self.segment, time))
             if replayed is not None:
-                tape = tape or Tape(s, min(self.segment, time), self.chunk)
+                tape = tape or _take_tape(s, min(self.segment, time), self.chunk)
                 scratch = empty(s, part.stop - first, s.batch, s.state).unbind(0)
                 walk = _copy(self.starts[n])
                 forward_segment(self.window, replayed, tape, walk, tokens[part], scratch, first)
@@ -150,6 +178,8 @@ class Run:
             )
             if weights is not None:
                 weights.add(tape, part.stop - first)
+        assert tape is not None
+        _leave_tape(s, tape, self.call.settings.spare_bytes)
         self.tape = tape = None
         start_grads = self._start_grads(inputs, arriving, weights)
         named_grads = {} if weights is None else weights.unfold(inputs.named)

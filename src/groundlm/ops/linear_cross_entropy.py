@@ -7,7 +7,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 IGNORE_INDEX = -100
 SLICE_LOGITS = 1 << 22
-"""Logits held at a time: 16 MiB in float32."""
+"""Most logits held at a time: 16 MiB in float32."""
+SLICE_ROWS = 512
+"""Most positions at a time: with small vocabularies the logits then stay in the cache."""
 
 
 def linear_cross_entropy(hidden_NE: Tensor, weight_WE: Tensor, targets_N: Tensor) -> Tensor:
@@ -41,16 +43,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NE) if need_hidden else None
         grad_weight = torch.zeros_like(weight_WE, dtype=hidden_NE.dtype) if need_weight else None
         loss = hidden_NE.new_zeros(())
-        rows = max(1, SLICE_LOGITS // weight_WE.shape[0])
+        rows = max(1, min(SLICE_ROWS, SLICE_LOGITS // weight_WE.shape[0]))
+        buffer = hidden_NE.new_empty(min(rows, len(hidden_NE)), len(weight_WE), dtype=matrix.dtype)
         for start in range(0, len(hidden_NE), rows):
             part = slice(start, start + rows)
             x, y = hidden_NE[part].to(matrix.dtype), targets_N[part, None]
-            logits = (x @ matrix.T).to(hidden_NE.dtype)
-            log_total = torch.logsumexp(logits, -1, keepdim=True)
-            loss += (log_total - logits.gather(1, y)).sum()
+            logits = torch.mm(x, matrix.T, out=buffer[: len(x)]).to(hidden_NE.dtype)
+            # In place from here on: logits, then exp(logits - peak), then the slope of the loss.
+            peak, scored = logits.amax(-1, keepdim=True), logits.gather(1, y)
+            total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
+            loss += (peak + total.log() - scored).sum()
             if not (need_hidden or need_weight):
                 continue
-            slope = logits.sub_(log_total).exp_()
+            slope = logits.div_(total)
             slope.scatter_add_(1, y, torch.full_like(y, -1, dtype=slope.dtype))
             slope = slope.to(matrix.dtype)
             if grad_hidden is not None:

@@ -97,7 +97,7 @@ _Reverse = _struct("count", "scores answer_grads overlaps write_grads key_grads 
 class NativeTape:
     """Addresses of a tape's buffers, and the walks over one chunk of it."""
 
-    def __init__(self, s: Sizes, tape: Tape, decay_rate_H: Tensor) -> None:
+    def __init__(self, s: Sizes, tape: Tape) -> None:
         self.s, self.tape = s, tape
         real = ctypes.c_float if s.dtype == torch.float32 else ctypes.c_double
         dims = type(
@@ -111,14 +111,18 @@ class NativeTape:
         self._layers = [self._layer(i) for i in range(s.layers)]
         self.layers = [ctypes.addressof(x) for x in self._layers]
         self.memory: int | None = None
-        self.rate = decay_rate_H
         if tape.memory is not None:
             m = tape.memory
             bases = (m.rows[0], m.reads[0], m.factors[0], m.answers_TPRV, m.keys)
-            buffers = (*bases, tape.log_decay_TBH, decay_rate_H)
-            self._memory = _Memory(*(x.data_ptr() for x in buffers))
+            self._memory = _Memory(*(x.data_ptr() for x in (*bases, tape.log_decay_TBH)))
             self.memory = ctypes.addressof(self._memory)
         self._bind(REALS[s.dtype])
+
+    def for_window(self, decay_rate_H: Tensor) -> NativeTape:
+        """This tape with the decay rates of the window that is to walk on it."""
+        if self.memory is not None:
+            self._rate, self._memory.rate = decay_rate_H, decay_rate_H.data_ptr()
+        return self
 
     def _layer(self, i: int) -> ctypes.Structure:
         t, s = self.tape.layers[i], self.s

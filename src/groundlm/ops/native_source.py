@@ -75,6 +75,36 @@ static void dots_REAL(REAL *restrict out, const REAL *restrict rows, const REAL 
   }
   for (; i < count; i++) out[i] = dot_REAL(rows + i * width, x, width);
 }
+/* The same, but only where `mask` is not 0 (no gradient passes a ReLU elsewhere); 0 there. */
+static void used_dots_REAL(REAL *restrict out, const REAL *restrict rows, const REAL *restrict x,
+                           const REAL *mask, I count, I width) {
+  I used[count + 4], n = 0;
+  for (I k = 0; k < count; k++) {
+    used[n] = k;
+    n += mask[k] != 0;
+    out[k] = 0;
+  }
+  for (I i = 0; i < n; i += 4) {
+    /* The last group is filled up with its first row. */
+    I p = used[i], q = i + 1 < n ? used[i + 1] : p, r = i + 2 < n ? used[i + 2] : p;
+    I s = i + 3 < n ? used[i + 3] : p;
+    const REAL *a = rows + p * width, *b = rows + q * width, *c = rows + r * width;
+    const REAL *d = rows + s * width;
+    REAL sa = 0, sb = 0, sc = 0, sd = 0;
+#pragma omp simd reduction(+ : sa, sb, sc, sd)
+    for (I v = 0; v < width; v++) {
+      REAL xv = x[v];
+      sa += a[v] * xv;
+      sb += b[v] * xv;
+      sc += c[v] * xv;
+      sd += d[v] * xv;
+    }
+    out[s] = sd;
+    out[r] = sc;
+    out[q] = sb;
+    out[p] = sa;
+  }
+}
 static void add_scaled_REAL(REAL *y, REAL c, const REAL *x, I n) {
   for (I i = 0; i < n; i++) y[i] += c * x[i];
 }
@@ -89,22 +119,28 @@ static void mix_REAL(REAL *restrict y, const REAL *c, const REAL *restrict x, I 
   }
   for (; i < count; i++) add_scaled_REAL(y, c[i], x + i * stride, width);
 }
+/* The same for two sums at once. A ReLU made the coefficients: rows with two zeros are left out. */
 static void mix2_REAL(REAL *restrict y, REAL *restrict z, const REAL *c, const REAL *g,
                       const REAL *restrict x, I count, I width) {
-  I i = 0;
-  for (; i + 4 <= count; i += 4) {
-    const REAL *a = x + i * width, *b = a + width, *d = b + width, *e = d + width;
-    REAL ca = c[i], cb = c[i + 1], cd = c[i + 2], ce = c[i + 3];
-    REAL ga = g[i], gb = g[i + 1], gd = g[i + 2], ge = g[i + 3];
+  I used[count + 1], n = 0, i = 0;
+  for (I k = 0; k < count; k++) {
+    used[n] = k;
+    n += c[k] != 0 || g[k] != 0;
+  }
+  for (; i + 4 <= n; i += 4) {
+    I p = used[i], q = used[i + 1], r = used[i + 2], s = used[i + 3];
+    const REAL *a = x + p * width, *b = x + q * width, *d = x + r * width, *e = x + s * width;
+    REAL ca = c[p], cb = c[q], cd = c[r], ce = c[s];
+    REAL ga = g[p], gb = g[q], gd = g[r], ge = g[s];
     for (I v = 0; v < width; v++) {
       REAL av = a[v], bv = b[v], dv = d[v], ev = e[v];
       y[v] += ca * av + cb * bv + cd * dv + ce * ev;
       z[v] += ga * av + gb * bv + gd * dv + ge * ev;
     }
   }
-  for (; i < count; i++) {
-    add_scaled_REAL(y, c[i], x + i * width, width);
-    add_scaled_REAL(z, g[i], x + i * width, width);
+  for (; i < n; i++) {
+    add_scaled_REAL(y, c[used[i]], x + used[i] * width, width);
+    add_scaled_REAL(z, g[used[i]], x + used[i] * width, width);
   }
 }
 static void normalise_row_REAL(const REAL *x, REAL *normed, REAL *scale, I n, REAL eps) {
@@ -246,13 +282,13 @@ static void reverse_read_REAL(const Dims_REAL *d, const Layer_REAL *l, const Mem
       I slot = j * R + l->first + r;
       const REAL *dy = g->answer_grads + (p * g->count * R + slot) * V;
       REAL *overlaps = g->overlaps + (p * g->count * R + slot) * g->count;
-      dots_REAL(grad, rows, dy, K, V);
+      const REAL *x = m->reads + ((c * pairs + p) * C * R + slot) * K;
+      used_dots_REAL(grad, rows, dy, x, K, V);
       for (I k = 0; k < K; k++) grad[k] *= f[0];
       dots_REAL(overlaps, rows + K * V, dy, j + 1, V);
       for (I i = 0; i <= j; i++) overlaps[i] *= f[1 + i];
       mix_REAL(grad, overlaps, keys, j + 1, K, K);
       if (r == 1) add_scaled_REAL(grad, 1, g->key + p * K, K);
-      const REAL *x = m->reads + ((c * pairs + p) * C * R + slot) * K;
       REAL along = dot_REAL(grad, x, K);
       REAL s = l->unit_scale[((step * d->batch + b) * d->heads + h) * n + r];
       REAL *raw = into + l->read_columns + (h * n + r) * K;
