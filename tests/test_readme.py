@@ -65,7 +65,7 @@ def test_python_block_runs(train_config, tmp_path):
 
     model = run_train(train_config(training__steps=2))["checkpoint"]
     (code,) = blocks("python")
-    code = code.replace("runs/quickstart/checkpoints/step-000500", model)
+    code = code.replace("runs/quickstart/checkpoints/step-000300", model)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert (tmp_path / "state.safetensors").exists()
 
