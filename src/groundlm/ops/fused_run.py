@@ -98,6 +98,9 @@ def _take_tape(s: Sizes, steps: int, chunk: int) -> Tape:
 def _leave_tape(s: Sizes, tape: Tape, most_bytes: int) -> None:
     """Keep a tape for the next window if it is not too large."""
     size = tape.steps * tape_bytes_per_token(s, tape.chunk)
+    # Tensors made in inference mode can never be written in training.
+    if torch.is_inference_mode_enabled():
+        return
     if s.device.type == "cpu" and size <= most_bytes:
         _spare[:] = [((s, tape.steps, tape.chunk), tape)]
 
