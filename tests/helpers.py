@@ -1,9 +1,13 @@
 """What the tests share besides fixtures: the reference's numbers, small sizes, small texts."""
 
 import json
+import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors import safe_open
 
 from groundlm import GPNConfig, GPNForCausalLM
@@ -74,3 +78,38 @@ def write_documents(path: Path, count: int, seed: int = 0) -> None:
             words.append(WORDS[at])
         lines.append(json.dumps({"text": " ".join(words)}))
     path.write_text("\n".join(lines) + "\n")
+
+
+# The tests use one thread, and sums depend on the number of threads.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def train_command(config: object, path: Path) -> list[str]:
+    """The command line of a training configuration, written to `path`."""
+    path.write_text(yaml.safe_dump(asdict(config)))  # type: ignore[call-overload]
+    return [sys.executable, "-m", "groundlm", "train", "--config", str(path)]
+
+
+def metrics(run: Path) -> list[dict]:
+    """The records of a run, which must be strict JSON."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Training loss by step, in the order of the file."""
+    return {r["step"]: r["loss_nats"] for r in metrics(run) if "loss_nats" in r}
+
+
+def last_tensors(run: Path) -> dict[str, bytes]:
+    """Every tensor file of a run's last checkpoint: weights, moments, average, carried state."""
+    from groundlm.training.checkpoint import checkpoints
+
+    last = checkpoints(run)[-1]
+    found = {str(p.relative_to(last)): p.read_bytes() for p in last.rglob("*.safetensors")}
+    assert {"model.safetensors", "training/optimizer.safetensors"} <= found.keys()
+    return found

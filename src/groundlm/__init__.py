@@ -1,8 +1,10 @@
 """GroundLM: Grounded Prediction Networks, trained, compared and looked into.
 
-Importing the package registers the model type `gpn` with transformers' Auto classes.
+Importing the package registers the model types `gpn` and `gated_delta_net` with transformers' Auto
+classes.
 """
 
+from groundlm.baselines.gated_delta_net import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 from groundlm.errors import UserError
 from groundlm.model.config import GPNConfig
 from groundlm.model.modeling import GPNForCausalLM, GPNModel
@@ -10,4 +12,13 @@ from groundlm.model.state import GPNState
 
 __version__ = "0.1.0"
 
-__all__ = ["GPNConfig", "GPNForCausalLM", "GPNModel", "GPNState", "UserError", "__version__"]
+__all__ = [
+    "GPNConfig",
+    "GPNForCausalLM",
+    "GPNModel",
+    "GPNState",
+    "GatedDeltaNetConfig",
+    "GatedDeltaNetForCausalLM",
+    "UserError",
+    "__version__",
+]

@@ -32,7 +32,9 @@ class Command(NamedTuple):
     run: str
     uses_presets: bool = False
     positional: str | None = None
-    """Option that a first word without dashes stands for."""
+    """Option that first words without dashes stand for."""
+    preset_folder: str = "."
+    """Where the presets lie among those of the package."""
 
 
 COMMANDS = {
@@ -52,11 +54,17 @@ COMMANDS = {
         "train_command", uses_presets=True,
     ),
     "eval": Command(
-        "held-out perplexity and bits per byte", "groundlm.evaluation.perplexity", "EvalConfig",
-        "run_eval",
+        "perplexity, bits per byte and LAMBADA of a model", "groundlm.evaluation.command",
+        "EvalConfig", "run_eval",
+    ),
+    "compare": Command(
+        "train and score models at equal tokens and parameters, as a table",
+        "groundlm.comparison.command", "CompareConfig", "run_compare",
+        uses_presets=True, positional="config", preset_folder="compare",
     ),
     "plot": Command(
-        "draw the curves of training runs", "groundlm.training.plot", "PlotConfig", "run_plot"
+        "draw the curves of training runs", "groundlm.training.plot", "PlotConfig", "run_plot",
+        positional="run",
     ),
     "generate": Command(
         "continue a text", "groundlm.generation", "GenerateConfig", "run_generate"
@@ -96,10 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest = arguments[len(name.split()) :]
         if command.positional and rest and not rest[0].startswith("-"):
             rest = [f"--{command.positional}", *rest]
-        config = parse(config_class, rest, name, command.uses_presets)
+        config = parse(config_class, rest, name, command.uses_presets, command.preset_folder)
         code = getattr(module, command.run)(config)
     except UserError as error:
-        print(f"groundlm {name or ''}".rstrip() + f": {error}", file=sys.stderr)
+        if str(error):  # empty: another process says it
+            print(f"groundlm {name or ''}".rstrip() + f": {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"groundlm {name}: interrupted", file=sys.stderr)
@@ -110,7 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def parse(config_class: type, arguments: list[str], name: str, uses_presets: bool = False) -> Any:
+def parse(
+    config_class: type,
+    arguments: list[str],
+    name: str,
+    uses_presets: bool = False,
+    preset_folder: str = ".",
+) -> Any:
     """Arguments -> an instance of a configuration dataclass.
 
     Raises `UserError` for unknown flags or keys (with the nearest known one) and bad values.
@@ -125,11 +140,13 @@ def parse(config_class: type, arguments: list[str], name: str, uses_presets: boo
         parser.add_argument(
             "--config",
             action=ActionConfigFile,
-            help="Preset (" + ", ".join(presets()) + ") or YAML file; later flags overrule it.",
+            help="Preset (" + ", ".join(presets(preset_folder)) + ") or YAML file; later flags "
+            "overrule it.",
         )
     parser.add_class_arguments(config_class)
     try:
-        values = parser.parse_args(_normalise(arguments, config_class, uses_presets))
+        folder = preset_folder if uses_presets else None
+        values = parser.parse_args(_normalise(arguments, config_class, folder))
     except UserError:
         raise
     except Exception as error:  # jsonargparse reports through several exception classes
@@ -139,10 +156,10 @@ def parse(config_class: type, arguments: list[str], name: str, uses_presets: boo
     return config_class(**{k: v for k, v in vars(values).items() if k in fields})
 
 
-def presets() -> dict[str, Path]:
-    """The configurations that ship with the package, by name."""
-    folder = Path(str(resources.files("groundlm") / "presets"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+def presets(folder: str = ".") -> dict[str, Path]:
+    """The configurations that ship with the package in a folder of its presets, by name."""
+    root = Path(str(resources.files("groundlm") / "presets"))
+    return {path.stem: path for path in sorted((root / folder).glob("*.yaml"))}
 
 
 class _Parser(ArgumentParser):
@@ -180,9 +197,9 @@ def _command_name(arguments: list[str]) -> str | None:
     return None
 
 
-def _normalise(arguments: list[str], config_class: type, uses_presets: bool) -> list[str]:
+def _normalise(arguments: list[str], config_class: type, preset_folder: str | None) -> list[str]:
     """Underscores in flags, preset names as paths, several values of a list flag as one list."""
-    hints = get_type_hints(config_class)
+    hints = dict(_fields(config_class))
     lists = {f"--{name}" for name, hint in hints.items() if str(hint).startswith(("list", "tuple"))}
     booleans = {f"--{name}" for name, hint in hints.items() if hint is bool}
     out: list[str] = []
@@ -198,9 +215,9 @@ def _normalise(arguments: list[str], config_class: type, uses_presets: bool) -> 
             out.append(f"{flag}={json.dumps(values)}")
         elif flag in booleans and not equals and stream.at_flag():
             out.append(f"{flag}=true")
-        elif flag == "--config" and uses_presets:
+        elif flag == "--config" and preset_folder is not None:
             value = value if equals else next(stream, "")
-            out.append(f"--config={_preset_path(value)}")
+            out.append(f"--config={_preset_path(value, preset_folder)}")
         else:
             out.append(flag + equals + value)
     return out
@@ -228,29 +245,30 @@ class _Peekable:
             yield next(self)
 
 
-def _preset_path(name: str) -> str:
-    known = presets()
+def _preset_path(name: str, folder: str) -> str:
+    """The file of a preset by its name, or by its path as in the package (`presets/x.yaml`)."""
+    known = presets(folder)
     if name in known:
         return str(known[name])
-    if not Path(name).is_file():
-        raise UserError(f"no preset or file {name!r}{nearest(name, known)}")
-    return name
+    if Path(name).is_file():
+        return name
+    shipped = Path(str(resources.files("groundlm"))) / name
+    if name.startswith("presets/") and shipped.is_file():
+        return str(shipped)
+    raise UserError(f"no preset or file {name!r}{nearest(name, known)}")
 
 
-def _keys(config_class: type, prefix: str = "") -> list[str]:
-    """Dotted names of all fields."""
-    names = []
-    for f in dataclasses.fields(config_class):
-        kind = get_type_hints(config_class)[f.name]
-        names.append(prefix + f.name)
+def _fields(config_class: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and type of every field, sections included."""
+    for name, kind in get_type_hints(config_class).items():
+        yield prefix + name, kind
         if dataclasses.is_dataclass(kind):
-            names += _keys(kind, f"{prefix}{f.name}.")  # type: ignore[arg-type]
-    return names
+            yield from _fields(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
 
 
 def _readable(message: str, config_class: type) -> str:
     """jsonargparse's message as one line, with the nearest known key for an unknown one."""
-    known = _keys(config_class)
+    known = list(dict(_fields(config_class)))
     if match := re.search(r"unrecognized arguments?: --([\w.]+)", message, re.IGNORECASE):
         return f"unknown option --{match[1]}{nearest(match[1], known)}"
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):

@@ -21,6 +21,14 @@ class RunFault(UserError):
     exit_code = 3
 
 
+class FailedElsewhere(UserError):
+    """Another process of the run failed and says why; this one ends silently with its exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """` (did you mean X?)` for the known word closest to `word`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

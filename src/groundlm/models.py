@@ -53,11 +53,16 @@ def build_model(sizes: dict[str, Any], seed: int) -> PreTrainedModel:
 
 
 def count_parameters(sizes: dict[str, Any]) -> dict[str, int]:
-    """Parameters without building the weights: `total`, `embedding` and `rest`."""
+    """Parameters without building the weights: `total`, `embedding` and `rest`.
+
+    An untied head, as large as the embedding, counts as embedding.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(build_config(sizes))
     total = sum(p.numel() for p in model.parameters())
-    embedding = model.get_input_embeddings().weight.numel()
+    head = model.get_output_embeddings()
+    matrices = [model.get_input_embeddings().weight, *([] if head is None else [head.weight])]
+    embedding = sum(w.numel() for w in {id(w): w for w in matrices}.values())
     return {"total": total, "embedding": embedding, "rest": total - embedding}
 
 
@@ -68,6 +73,8 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("no numbers there")
     except (RuntimeError, AssertionError):
         raise UserError(f"device {name!r} is not available here") from None
     return device

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from groundlm.cli import parse
 from groundlm.data.prepare import PrepareConfig, prepare
-from groundlm.errors import UserError
-from groundlm.evaluation.perplexity import EvalConfig, run_eval
+from groundlm.evaluation.command import EvalConfig, run_eval
 from groundlm.generation import GenerateConfig, run_generate
 from groundlm.training.config import DataConfig, TrainConfig
 from groundlm.training.loop import run_train
@@ -38,8 +37,11 @@ class QuickstartConfig:
     """Length of the sample in tokens."""
 
 
-def run_quickstart(config: QuickstartConfig) -> None:
-    """Run the four steps; the last line of stdout is the result as JSON."""
+def run_quickstart(config: QuickstartConfig) -> int:
+    """Run the steps; the last line of stdout is the result as JSON.
+
+    Returns 0, or 128 + the number of the signal that stopped the training.
+    """
     started = time.perf_counter()
     _say(f"1/4 prepare: the documentation inside this Python -> {config.data}")
     prepare(PrepareConfig(input=["pydocs"], out=config.data, tokenizer=config.tokenizer))
@@ -52,9 +54,8 @@ def run_quickstart(config: QuickstartConfig) -> None:
     )
     figures = run_train(train)
     if figures["interrupted_by"]:
-        raise UserError(
-            f"training was interrupted at step {figures['step']}: run it again to go on"
-        )
+        _say(f"training was stopped at step {figures['step']}: run it again to go on")
+        return 128 + figures["interrupted_by"]
     _say("3/4 evaluate on held-out text")
     scores = run_eval(EvalConfig(figures["checkpoint"], config.data))
     _say("4/4 sample")
@@ -80,6 +81,7 @@ def run_quickstart(config: QuickstartConfig) -> None:
         "run": str(Path(config.run)),
     }
     print(json.dumps(result))
+    return 0
 
 
 def _say(text: str) -> None:

@@ -87,7 +87,7 @@ def test_every_id_is_looked_at(config: PrepareConfig) -> None:
     ids = np.fromfile(path, "<u2")
     at = int(np.flatnonzero(ids != 0)[-1])
     said = f"has id 300 at token {at:,} .*outside the vocabulary of 300"
-    for wrong, expected in ((300, said), (0, "EOS tokens for 300 documents")):
+    for wrong, expected in ((300, said), (0, "000_train.ds' has SHA-256 .*damaged")):
         changed = ids.copy()
         changed[at] = wrong
         changed.tofile(path)

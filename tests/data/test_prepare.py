@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from groundlm.data import pipeline
 from groundlm.data import prepare as prepare_module
+from groundlm.data.integrity import VERIFIED_NAME
 from groundlm.data.manifest import Manifest
 from groundlm.data.prepare import PrepareConfig, prepare
 from groundlm.data.steps import is_heldout
@@ -72,7 +73,8 @@ def test_round_trip_and_counts(config: PrepareConfig, texts: list[str]) -> None:
         assert [file.size_bytes for file in info.files] == [2 * file.tokens for file in info.files]
     assert 30 < len(sides["heldout"]) < 90
     assert sorted(os.listdir(config.out)) == ["heldout", "manifest.json", "tokenizer", "train"]
-    assert sorted(os.listdir(Path(config.out, "train"))) == ["000_train.ds", "000_train.ds.index"]
+    files = ["000_train.ds", "000_train.ds.index"]
+    assert sorted(os.listdir(Path(config.out, "train"))) == [VERIFIED_NAME, *files]
     assert Manifest.load(config.out) == manifest
     tokenizer = load_tokenizer(str(Path(config.out, "tokenizer")))
     assert tokenizer_sha256(tokenizer) == manifest.tokenizer.sha256

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from groundlm.data import windows
+from groundlm.data import integrity, windows
+from groundlm.data.integrity import VERIFIED_NAME, file_sha256
 from groundlm.data.manifest import FileInfo, Manifest, SplitInfo, TokenizerInfo
 from groundlm.data.windows import TokenSplit, TrainingWindows
 from groundlm.errors import UserError
@@ -27,9 +28,12 @@ def data_dir(tmp_path: Path) -> Path:
         ids[9::10] = EOS
         ids[-1] = EOS
         ends = (np.flatnonzero(ids == EOS) + 1).astype("<u8")
-        ids.tofile(folder / f"{number:03d}_train.ds")
-        ends.tofile(folder / f"{number:03d}_train.ds.index")
-        files.append(FileInfo(f"{number:03d}_train.ds", count, len(ends), 2 * count))
+        path = folder / f"{number:03d}_train.ds"
+        index = folder / f"{path.name}.index"
+        ids.tofile(path)
+        ends.tofile(index)
+        sums = file_sha256(path), file_sha256(index)
+        files.append(FileInfo(path.name, count, len(ends), 2 * count, *sums))
     split = SplitInfo(files, sum(FILE_TOKENS), sum(file.documents for file in files), 400)
     tokenizer = TokenizerInfo("t", "0" * 64, VOCAB, "<e>", EOS)
     Manifest(tokenizer, "uint16", VOCAB, 1, {}, {"train": split}, {}, "0" * 64, {}).save(
@@ -70,10 +74,12 @@ def test_unigram_counts(data_dir: Path, chunk: int, monkeypatch: pytest.MonkeyPa
 
 def test_wide_ids(data_dir: Path) -> None:
     manifest = Manifest.load(data_dir)
-    info = manifest.splits["train"]
+    info, files = manifest.splits["train"], []
     for file in info.files:
         path = data_dir / "train" / file.name
         np.fromfile(path, "<u2").astype("<u4").tofile(path)
+        files.append(replace(file, sha256=file_sha256(path)))
+    manifest = replace(manifest, splits={"train": replace(info, files=files)})
     replace(manifest, vocab_size=70_000, dtype="uint32").save(data_dir)
     assert TokenSplit.open(data_dir, "train").read(0, 6).tolist() == [1, 2, 3, 4, 5, 6]
     replace(manifest, vocab_size=70_000).save(data_dir)
@@ -83,16 +89,48 @@ def test_wide_ids(data_dir: Path) -> None:
 
 def test_id_outside_the_vocabulary_is_placed(data_dir: Path) -> None:
     path = data_dir / "train" / "002_train.ds"
+    split = TokenSplit.open(data_dir, "train")
     ids = np.fromfile(path, "<u2")
     ids[15] = VOCAB
     ids.tofile(path)
-    split = TokenSplit.open(data_dir, "train")
     split.read(0, 8 + 15)
     said = r"002_train.ds' has id 50 at token 15 \(byte 30\), outside the vocabulary of 50"
     with pytest.raises(UserError, match=said):
         split.read(5, 30)
     with pytest.raises(UserError, match=said):
         split.unigram_counts()
+    with pytest.raises(UserError, match=said):
+        TokenSplit.open(data_dir, "train")
+
+
+def test_changed_content_of_the_right_size_is_named(data_dir: Path) -> None:
+    TokenSplit.open(data_dir, "train")
+    marker = data_dir / "train" / VERIFIED_NAME
+    remembered = marker.read_text()
+    path = data_dir / "train" / "002_train.ds"
+    content = bytearray(path.read_bytes())
+    content[8] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"002_train.ds' has SHA-256 .*damaged"):
+        TokenSplit.open(data_dir, "train")
+    assert marker.read_text() == remembered
+    content[8] ^= 1
+    path.write_bytes(content)
+    for broken in ("", "[]", "{"):
+        marker.write_text(broken)
+        TokenSplit.open(data_dir, "train")
+    assert marker.read_text() != remembered
+
+
+def test_sound_files_are_read_through_once(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(
+        integrity, "file_sha256", lambda path: read.append(path) or file_sha256(path)
+    )
+    TokenSplit.open(data_dir, "train")
+    assert len(read) == 2 * len(FILE_TOKENS)
+    TokenSplit.open(data_dir, "train")
+    assert len(read) == 2 * len(FILE_TOKENS)
 
 
 def damage(data_dir: Path, how: str) -> None:
@@ -155,7 +193,7 @@ def test_missing_and_foreign_folders_are_named(data_dir: Path, tmp_path: Path) -
     for broken, said in (
         ("{", "cannot be read"),
         ("[]", "is of format"),
-        (json.dumps({**content, "format_version": 2}), "is of format"),
+        (json.dumps({**content, "format_version": 1}), "is of format"),
         (json.dumps({k: v for k, v in content.items() if k != "splits"}), "is damaged"),
         (json.dumps({**content, "splits": {"train": {"x": 1}}}), "is damaged"),
     ):

@@ -7,7 +7,14 @@ from problems import Problem, assert_same
 
 from groundlm.ops import packed_linear
 from groundlm.ops.fused import ScanSettings, fused_scan
-from groundlm.ops.packed_linear import PackedLinear
+from groundlm.ops.packed_linear import PackedLinear, product
+
+
+@pytest.fixture(params=[True, False], ids=["intel", "other"])
+def intel(request, monkeypatch):
+    """Both makers' choices, whatever this processor is."""
+    monkeypatch.setattr(packed_linear, "made_by_intel", lambda: request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("small", [0, 1 << 30])
@@ -15,24 +22,43 @@ from groundlm.ops.packed_linear import PackedLinear
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_same_product(monkeypatch, small, pack, biased, batch, transposed):
+def test_same_product(monkeypatch, intel, small, pack, biased, batch, transposed):
     monkeypatch.setattr(packed_linear, "SMALL_WEIGHT", small)
     torch.manual_seed(0)
     weight = torch.randn(7, 13).T if transposed else torch.randn(13, 7)
     bias = torch.randn(13) if biased else None
     x = torch.randn(batch, 7)
-    product = PackedLinear(weight, batch, bias, torch.float32, pack)
+    linear = PackedLinear(weight, batch, bias, torch.float32, pack)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    torch.testing.assert_close(product(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
     if not pack:
-        assert product.kernel == "plain"
+        assert linear.kernel == "plain"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(3, 5, 7), (7, 5, 3), (1, 1, 1), (4, 9, 4)])
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_product_of_any_strides(monkeypatch, intel, dtype, sizes, small):
+    monkeypatch.setattr(packed_linear, "SMALL_RESULT", small)
+    torch.manual_seed(0)
+    m, k, n = sizes
+    a, a_t = torch.randn(m, k).to(dtype), torch.randn(k, m).to(dtype).T
+    b, b_t = torch.randn(k, n).to(dtype), torch.randn(n, k).to(dtype).T
+    sliced = torch.randn(m, 2 * k).to(dtype)[:, :k]
+    bounds = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+    for left in (a, a_t, sliced):
+        for right in (b, b_t):
+            found, wanted = product(left, right), left.double() @ right.double()
+            assert found.dtype == dtype
+            bound = bounds[dtype]
+            torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
 
 
 def test_the_operators_exist_here():
     """So that the tests above do test them; both are part of torch's CPU builds for x86."""
     assert packed_linear.has_mkldnn()
-    product = PackedLinear(torch.randn(4, 4), 2)
-    assert product.kernel in ("mkl", "mkldnn")
+    linear = PackedLinear(torch.randn(4, 4), 2)
+    assert linear.kernel in ("mkl", "mkldnn")
 
 
 def test_only_float32_is_packed():

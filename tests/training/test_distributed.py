@@ -1,45 +1,33 @@
 """Two real processes under torchrun against one."""
 
-import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from dataclasses import asdict
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from groundlm import UserError
 from groundlm.training.checkpoint import checkpoints
 from groundlm.training.distributed import Ranks
 from groundlm.training.loop import run_train
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+from helpers import ONE_THREAD, losses, metrics, train_command
 
 
 def torchrun(config, path, ranks=2):
-    path.write_text(yaml.safe_dump(asdict(config)))
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(ranks), "-m", "groundlm", "train", "--config", str(path),
-    ]  # fmt: skip
+    python, *command = train_command(config, path)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [python, *launcher, *command]
 
 
 def run_ranks(config, path, ranks=2):
     return subprocess.run(
         torchrun(config, path, ranks),
-        capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=180,
+        capture_output=True, text=True, env=ONE_THREAD, check=False, timeout=180,
     )  # fmt: skip
-
-
-def losses(run):
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {r["step"]: r["loss_nats"] for r in records if "loss_nats" in r}
 
 
 def assert_close_weights(a, b):
@@ -71,10 +59,9 @@ def test_two_ranks_are_one_process(train_config, tmp_path):
     assert_close_weights(tmp_path / "one", tmp_path / "two")
     assert result.stdout.count("step 6,") == 1  # one writer
     heldout = [
-        [r for r in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-         if "heldout_nats_per_token" in r]
+        [r for r in metrics(tmp_path / name) if "heldout_nats_per_token" in r]
         for name in ("one", "two")
-    ]  # fmt: skip
+    ]
     for a, b in zip(*heldout, strict=True):
         assert a["heldout_nats_per_token"] == pytest.approx(b["heldout_nats_per_token"], abs=1e-6)
 
@@ -100,7 +87,7 @@ def test_a_signal_on_one_rank_stops_all(train_config, tmp_path):
     config = train_config("two", **SETTINGS | {"training__steps": 100_000})
     process = subprocess.Popen(
         torchrun(config, tmp_path / "c.yaml"), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=ENVIRONMENT,
+        text=True, env=ONE_THREAD,
     )  # fmt: skip
     children: list[int] = []
     for line in process.stderr:
@@ -120,6 +107,48 @@ def test_a_signal_on_one_rank_stops_all(train_config, tmp_path):
     for pid in children:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+FAULTS = {
+    "device": ({"training__device": "cuda:7"}, 2, "device 'cuda:7' is not available"),
+    "rows": ({"training__batch_size": 1}, 2, "batch_size 1 is less than the 2 ranks"),
+    "rate": ({"optimizer__learning_rate": 3e38}, 3, "not finite"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_said_once_and_ends_all_ranks(train_config, tmp_path, fault):
+    change, code, said = FAULTS[fault]
+    settings = SETTINGS | {"training__steps": 100, "training__max_skipped_steps": 2} | change
+    result = run_ranks(train_config("two", **settings), tmp_path / "c.yaml")
+    assert result.returncode == 1  # torchrun's own
+    own = [line for line in result.stderr.splitlines() if line.startswith("groundlm train:")]
+    assert len(own) == 1
+    assert said in own[0]
+    assert result.stderr.count(f"exitcode  : {code} ") == 2 or f"exitcode: {code}" in result.stderr
+    assert "groundlm/" not in result.stderr  # no traceback of ours
+
+
+def test_disk_full_under_two_ranks(train_config, tmp_path):
+    settings = SETTINGS | {"training__save_every": 2}
+    run_ranks(train_config("two", training__stop_at=2, **settings), tmp_path / "a.yaml")
+    command = torchrun(train_config("two", **settings), tmp_path / "b.yaml")
+    limited = ["bash", "-c", 'ulimit -f 20; exec "$@"', "bash", *command]
+    result = subprocess.run(
+        limited, capture_output=True, text=True, env=ONE_THREAD, check=False, timeout=120
+    )
+    assert result.returncode == 1
+    assert result.stderr.count("step-000004 could not be written") == 1
+    assert [c.name for c in checkpoints(tmp_path / "two")] == ["step-000002"]
+
+
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK"])
+def test_half_an_environment_is_refused(monkeypatch, missing):
+    for name in {"RANK", "LOCAL_RANK"} - {missing}:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="start several processes with torchrun"):
+        Ranks.join("cpu")
 
 
 @pytest.mark.parametrize(("count", "world"), [(5, 2), (8, 3), (3, 3)])

@@ -1,10 +1,9 @@
 """Training end to end on a tiny corpus: learning, accumulation, resuming, refusals."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,28 +13,18 @@ import yaml
 from safetensors.torch import load_file
 
 from groundlm import UserError
+from groundlm.data.prepare import PrepareConfig, prepare
+from groundlm.data.tokenizer import train_tokenizer
 from groundlm.training import loop
 from groundlm.training.checkpoint import checkpoints
 from groundlm.training.loop import run_train
-
-# The tests use one thread, and sums depend on the number of threads.
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def losses(run: Path) -> list[float]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [r["loss_nats"] for r in records if "loss_nats" in r]
+from groundlm.training.runfolder import held
+from groundlm.training.step import BatchGradient
+from helpers import ONE_THREAD, last_tensors, losses, train_command, write_documents
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoints(run)[-1] / "model.safetensors")
-
-
-def same_bytes(a: Path, b: Path) -> bool:
-    return all(
-        (checkpoints(a)[-1] / name).read_bytes() == (checkpoints(b)[-1] / name).read_bytes()
-        for name in ("model.safetensors", "training/optimizer.safetensors")
-    )
 
 
 def test_loss_falls_below_the_unigram_entropy(train_config, token_data, tmp_path):
@@ -46,16 +35,17 @@ def test_loss_falls_below_the_unigram_entropy(train_config, token_data, tmp_path
     share = torch.from_numpy(counts[counts > 0] / counts.sum())
     assert figures["heldout_nats_per_token"] < 0.8 * float(-(share * share.log()).sum())
     assert figures["tokens"] == 150 * 8 * 16
-    assert losses(tmp_path / "run")[0] == pytest.approx(5.7, abs=0.3)  # near ln 300 at the start
+    assert losses(tmp_path / "run")[1] == pytest.approx(5.7, abs=0.3)  # near ln 300 at the start
 
 
 def test_micro_batches_add_up_to_the_batch(train_config, tmp_path):
-    run_train(train_config("whole"))
-    run_train(train_config("parts", training__micro_batch_size=2))
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+    # With AdamW's usual eps its first steps blow rounding up to the size of the learning rate.
+    run_train(train_config("whole", optimizer__eps=1e-3))
+    run_train(train_config("parts", optimizer__eps=1e-3, training__micro_batch_size=2))
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-6)
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     for name, tensor in whole.items():
-        torch.testing.assert_close(parts[name], tensor, atol=2e-4, rtol=0)
+        torch.testing.assert_close(parts[name], tensor, atol=1e-6, rtol=0)
 
 
 def test_resumed_run_is_the_straight_run_bit_for_bit(train_config, tmp_path):
@@ -65,14 +55,14 @@ def test_resumed_run_is_the_straight_run_bit_for_bit(train_config, tmp_path):
         broken = train_config("broken", training__stop_at=stop)
         assert run_train(broken)["step"] == stop
     assert losses(tmp_path / "broken") == losses(tmp_path / "straight")
-    assert same_bytes(tmp_path / "broken", tmp_path / "straight")
+    assert last_tensors(tmp_path / "broken") == last_tensors(tmp_path / "straight")
 
 
 def test_evaluating_and_saving_do_not_change_the_run(train_config, tmp_path):
     run_train(train_config("quiet"))
     run_train(train_config("busy", training__eval_every=2, training__save_every=3))
     assert losses(tmp_path / "busy") == losses(tmp_path / "quiet")
-    assert same_bytes(tmp_path / "busy", tmp_path / "quiet")
+    assert last_tensors(tmp_path / "busy") == last_tensors(tmp_path / "quiet")
 
 
 def test_metrics_after_the_resumed_step_are_dropped(train_config, tmp_path):
@@ -83,7 +73,7 @@ def test_metrics_after_the_resumed_step_are_dropped(train_config, tmp_path):
     run_train(train_config())
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 11))
-    assert 99.0 not in losses(tmp_path / "run")
+    assert 99.0 not in losses(tmp_path / "run").values()
 
 
 def test_finished_run_is_left_alone(train_config, tmp_path, capsys):
@@ -139,12 +129,80 @@ def test_checkpoint_is_a_transformers_folder(train_config, tmp_path):
     assert resolved["model"]["vocab_size"] == model.config.vocab_size == 300
 
 
-def test_foreign_folder_is_not_touched(train_config, tmp_path):
+@pytest.mark.parametrize("name", ["thesis.txt", "config.yaml"])
+def test_foreign_folder_is_not_touched(train_config, tmp_path, name):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    (tmp_path / "run" / name).write_text("mine: 1")
     with pytest.raises(UserError, match="not empty and holds no run"):
         run_train(train_config())
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [name]
+    assert (tmp_path / "run" / name).read_text() == "mine: 1"
+
+
+def test_out_that_cannot_be_a_folder_is_named(train_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in ("file", "file/sub"):
+        with pytest.raises(UserError, match=rf"training\.out .*/{out} cannot be written") as caught:
+            run_train(train_config(out))
+        assert caught.value.exit_code == 2
+
+
+def test_a_run_is_held_by_one_process(train_config, tmp_path):
+    run_train(train_config(training__stop_at=2))
+    with held(tmp_path / "run"), pytest.raises(UserError, match="another process is training in"):
+        run_train(train_config())
+    assert run_train(train_config())["step"] == 10
+
+
+def test_data_whose_tokenizer_was_swapped_is_refused(train_config, token_data, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(token_data, data)
+    other = train_tokenizer(["other text"], 300)
+    other.save_pretrained(str(data / "tokenizer"))
+    with pytest.raises(UserError, match=r"tokenizer .* has SHA-256 .*of the manifest"):
+        run_train(train_config(data__path=str(data)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_same_tokens_elsewhere_go_on_and_others_do_not(train_config, token_data, tmp_path):
+    run_train(train_config(training__stop_at=2))
+    shutil.copytree(token_data, tmp_path / "moved")
+    manifest = json.loads((tmp_path / "moved" / "manifest.json").read_text())
+    manifest["source"]["input"] = ["elsewhere.jsonl"]
+    (tmp_path / "moved" / "manifest.json").write_text(json.dumps(manifest))
+    moved = train_config(data__path=str(tmp_path / "moved"), training__stop_at=3)
+    assert run_train(moved)["step"] == 3
+    write_documents(tmp_path / "text.jsonl", 300, seed=1)
+    tokenizer = str(token_data / "tokenizer")
+    prepare(PrepareConfig([str(tmp_path / "text.jsonl")], str(tmp_path / "other"), tokenizer))
+    with pytest.raises(UserError, match=r"trained with data\.sha256"):
+        run_train(train_config(data__path=str(tmp_path / "other")))
+
+
+def test_another_backend_is_refused_unless_allowed(train_config, tmp_path):
+    run_train(train_config(training__stop_at=2))
+    other = {"training__scan_backend": "reference"}
+    with pytest.raises(UserError, match=r"scan_backend = fused, not reference.*regroup allows it"):
+        run_train(train_config(**other))
+    assert run_train(train_config(training__regroup=True, **other))["step"] == 10
+
+
+def test_another_number_of_threads_is_said(train_config, capsys):
+    run_train(train_config(training__stop_at=2))
+    torch.set_num_threads(2)
+    try:
+        run_train(train_config(training__stop_at=3))
+    finally:
+        torch.set_num_threads(1)
+    assert "threads was 1, is 2: equal to rounding" in capsys.readouterr().out
+
+
+def test_evaluation_between_ragged_micro_batches(train_config, tmp_path):
+    """What a held-out evaluation leaves in the scan's buffers never enters a training step."""
+    ragged = {"training__batch_size": 5, "training__micro_batch_size": 3}
+    run_train(train_config("quiet", **ragged))
+    run_train(train_config("busy", training__eval_every=1, training__eval_windows=2, **ragged))
+    assert last_tensors(tmp_path / "quiet") == last_tensors(tmp_path / "busy")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +211,12 @@ def test_foreign_folder_is_not_touched(train_config, tmp_path):
         ({"training__steps": 0}, "training.steps is 0"),
         ({"training__truncate_tokens": 0}, "training.truncate_tokens is 0"),
         ({"training__ema_decay": 1.5}, "training.ema_decay is 1.5"),
-        ({"optimizer__beta2": 1.5}, "optimizer.beta2 is 1.5"),
+        ({"training__ema_decay": 1.0}, "training.ema_decay is 1.0: it must be .* below 1"),
+        ({"optimizer__beta2": 1.0}, "optimizer.beta2 is 1.0: it must be .* below 1"),
+        ({"optimizer__eps": 0.0}, "optimizer.eps is 0.0: it must be above 0"),
+        ({"optimizer__learning_rate": float("inf")}, "optimizer.learning_rate is inf"),
+        ({"optimizer__weight_decay": float("nan")}, "optimizer.weight_decay is nan"),
+        ({"model__eos_token_id": 7}, "model.eos_token_id is 7, the tokens .* have 0"),
         ({"model__vocab_size": 7}, "model.vocab_size is 7, the tokens .* have 300"),
         (
             {"model__stat_size": 7},
@@ -162,6 +225,7 @@ def test_foreign_folder_is_not_touched(train_config, tmp_path):
         ({"model__model_type": "gpm"}, "unknown model_type 'gpm'"),
         ({"data__window_tokens": 10**6}, "a window of 1,000,000 needs 1,000,001"),
         ({"training__device": "tpu9"}, "device 'tpu9' is not available"),
+        ({"training__device": "meta"}, "device 'meta' is not available"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_written(
@@ -186,9 +250,7 @@ def test_bf16_and_another_architecture_train(train_config):
 def test_signal_saves_the_current_step_and_the_run_goes_on(train_config, tmp_path, number):
     run_train(train_config("straight", training__steps=100))
     config = train_config("stopped", training__steps=100)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(loop.asdict(config)))
-    command = [sys.executable, "-m", "groundlm", "train", "--config", str(path)]
+    command = train_command(config, tmp_path / "config.yaml")
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ONE_THREAD)
     for line in process.stderr:
         if line.startswith("step 5/"):
@@ -201,4 +263,36 @@ def test_signal_saves_the_current_step_and_the_run_goes_on(train_config, tmp_pat
     )["step"]
     assert 5 <= stopped < 100
     assert run_train(config)["step"] == 100
-    assert same_bytes(tmp_path / "stopped", tmp_path / "straight")
+    assert last_tensors(tmp_path / "stopped") == last_tensors(tmp_path / "straight")
+
+
+def test_signal_while_evaluating_is_heeded(train_config, monkeypatch, tmp_path):
+    run_train(train_config("straight"))
+    real = loop.Run._heldout
+
+    def heldout(self):
+        if self.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self)
+
+    monkeypatch.setattr(loop.Run, "_heldout", heldout)
+    stopped = run_train(train_config("stopped", training__eval_every=2))
+    assert stopped["interrupted_by"] == signal.SIGTERM
+    assert stopped["step"] == 5
+    monkeypatch.undo()
+    assert run_train(train_config("stopped", training__eval_every=2))["step"] == 10
+    assert last_tensors(tmp_path / "stopped") == last_tensors(tmp_path / "straight")
+
+
+def test_second_signal_interrupts_at_once(train_config, monkeypatch):
+    real = BatchGradient.add
+
+    def add(self, step):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return real(self, step)
+
+    monkeypatch.setattr(BatchGradient, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        run_train(train_config())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

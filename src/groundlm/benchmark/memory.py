@@ -80,7 +80,7 @@ def peak_of_step(config: BenchMemoryConfig, window: int) -> int:
     torch.manual_seed(config.seed)
     model = GPNForCausalLM(GPNConfig(**GPN_SIZES[config.size])).train()
     model.scan_backend = "fused"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens_BT = torch.randint(0, model.config.vocab_size, (config.batch, window))
     with use_settings(ScanSettings(memory_budget_bytes=config.memory_budget_mib * MIB)):
         for _ in range(2):

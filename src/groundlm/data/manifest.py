@@ -1,5 +1,6 @@
 """`manifest.json`: what a folder of token data holds, and what it was made from."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from groundlm.errors import UserError
 
 FORMAT = "groundlm-token-data"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 
@@ -31,6 +32,8 @@ class FileInfo:
     tokens: int
     documents: int
     size_bytes: int
+    sha256: str
+    index_sha256: str
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class SplitInfo:
     tokens: int
     documents: int
     utf8_bytes: int
+
+    def content_sha256(self) -> str:
+        """Fingerprint of the tokens and of where their documents end."""
+        parts = [part for file in self.files for part in (file.sha256, file.index_sha256)]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from groundlm.data.cluster import run_on_cluster
 from groundlm.data.executor import LOG_NAME, TOKENISE, QuietExecutor, WorkInterrupted
+from groundlm.data.integrity import file_sha256
 from groundlm.data.manifest import FileInfo, SplitInfo
 from groundlm.data.steps import (
     HELDOUT,
@@ -226,8 +227,15 @@ class Work:
 
     def file_info(self, path: Path) -> FileInfo:
         size_bytes = path.stat().st_size
-        documents = path.with_name(f"{path.name}.index").stat().st_size // INDEX_BYTES
-        return FileInfo(path.name, size_bytes // self.token_bytes, documents, size_bytes)
+        index = path.with_name(f"{path.name}.index")
+        return FileInfo(
+            name=path.name,
+            tokens=size_bytes // self.token_bytes,
+            documents=index.stat().st_size // INDEX_BYTES,
+            size_bytes=size_bytes,
+            sha256=file_sha256(path),
+            index_sha256=file_sha256(index),
+        )
 
 
 @contextmanager

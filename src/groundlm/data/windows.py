@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from groundlm.data.integrity import verify_files
 from groundlm.data.manifest import Manifest, SplitInfo
 from groundlm.data.steps import INDEX_BYTES, id_type
 from groundlm.errors import UserError
@@ -36,9 +37,9 @@ class TokenSplit:
     def open(cls, data_dir: str | Path, split: str) -> "TokenSplit":
         """Open `<data_dir>/<split>` and hold its files against the manifest.
 
-        Raises UserError naming the folder, split or file that is missing, of another size than
-        the manifest says, or whose document ends are not ascending, do not end at the token count
-        or are not at EOS tokens (as in a file of another tokenizer).
+        Raises UserError naming the folder, split or file that is missing, of another size or
+        content than the manifest says, or whose document ends are not ascending, do not end at the
+        token count or are not at EOS tokens (as in a file of another tokenizer).
         """
         manifest = Manifest.load(data_dir)
         if split not in manifest.splits:
@@ -50,7 +51,13 @@ class TokenSplit:
                 f"token data '{data_dir}': ids of {manifest.vocab_size:,} entries are not stored "
                 f"as {manifest.dtype}"
             )
-        return cls(Path(data_dir) / split, manifest, manifest.splits[split])
+        found = cls(Path(data_dir) / split, manifest, manifest.splits[split])
+        try:
+            verify_files(found.folder, found.info.files)
+        except UserError:
+            found.unigram_counts()  # names an id outside the vocabulary, if that is what is wrong
+            raise
+        return found
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,7 @@ from groundlm.ops.fused_forward import (
     unit,
 )
 from groundlm.ops.lazy_memory import chunk_tokens
-from groundlm.ops.packed_linear import PackedLinear
+from groundlm.ops.packed_linear import PackedLinear, product
 from groundlm.ops.stages import Sizes, empty
 
 
@@ -224,16 +224,16 @@ class Run:
         """The packed matrices of one direction."""
         s, call = self.sizes, self.call
 
-        def product(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        def packed(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
             weight = (weight.T if transposed else weight).to(call.matrix_dtype)
             bias = None if transposed or bias is None else bias.to(s.dtype, copy=True)
             return PackedLinear(weight, s.batch, bias, s.dtype, call.settings.pack)
 
-        gate = product(stages.fold_gate(named, s), named["ground.gate_bias_D"])
+        gate = packed(stages.fold_gate(named, s), named["ground.gate_bias_D"])
         layers = []
         for i in range(s.layers):
-            into = product(*stages.fold_layer(named, s, i))
-            layers.append((into, product(stages.fold_out(named, s, i))))
+            into = packed(*stages.fold_layer(named, s, i))
+            layers.append((into, packed(stages.fold_out(named, s, i))))
         return Products(gate, layers)
 
     def _key_matrix(self, named: dict[str, Tensor]) -> Tensor:
@@ -313,55 +313,59 @@ class WeightGrads:
 
     def __init__(self, s: Sizes, matrix_dtype: torch.dtype) -> None:
         self.sizes, self.matrix_dtype = s, matrix_dtype
-        self.gate = empty(s, s.state, s.state).zero_()
-        self.gate_bias = empty(s, s.state).zero_()
-        columns = [s.columns(i)["all"].stop for i in range(s.layers)]
-        self.into = [empty(s, n, s.state).zero_() for n in columns]
-        self.bias = [empty(s, n).zero_() for n in columns]
-        self.out = [empty(s, s.state, s.ffn + s.answer).zero_() for _ in columns]
         self.key_bias_HK = empty(s, s.heads, s.key).zero_()
         self.first_key: Tensor | None = None
-        self.A_log = empty(s, s.heads).zero_()
+        self._sums: dict[str, Tensor] = {}
 
     def add(self, tape: Tape, count: int) -> None:
         """Add the rows of a tape's first `count` tokens, after the reverse walk."""
         s = self.sizes
-        self._product(self.gate, tape.gate_TBD[:count], tape.normed_TBD[:count])
-        self.gate_bias += tape.gate_TBD[:count].sum((0, 1))
-        self.A_log += tape.log_decay_TBH[:count].sum((0, 1))
+        self._product("gate", tape.gate_TBD[:count], tape.normed_TBD[:count])
+        self._add("gate_bias", tape.gate_TBD[:count].sum((0, 1)))
+        self._add("A_log", tape.log_decay_TBH[:count].sum((0, 1)))
         for i, layer in enumerate(tape.layers):
             into = layer.into_TBN[:count]
-            self._product(self.into[i], into, layer.normed_TBD[:count])
+            self._product(f"into.{i}", into, layer.normed_TBD[:count])
             biased = slice(layer.columns["gate"].start, layer.columns["reads"].stop)
-            self.bias[i][biased] += into[..., biased].sum((0, 1))
+            bias = empty(s, layer.columns["all"].stop).zero_()
+            torch.sum(into[..., biased], (0, 1), out=bias[biased])
+            self._add(f"bias.{i}", bias)
             width = s.ffn + s.answer
             grads = layer.sigmoids_TBN[:count, :, width : width + s.state]
-            self._product(self.out[i], grads, layer.inner_TBI[:count])
+            self._product(f"out.{i}", grads, layer.inner_TBI[:count])
 
-    def _product(self, onto: Tensor, grads_TBN: Tensor, inputs_TBK: Tensor) -> None:
-        grads, inputs = grads_TBN.flatten(0, 1), inputs_TBK.flatten(0, 1)
-        if self.matrix_dtype == onto.dtype:
-            onto.addmm_(grads.T, inputs)
+    def _product(self, name: str, grads_TBN: Tensor, inputs_TBK: Tensor) -> None:
+        grads, inputs = (x.flatten(0, 1).to(self.matrix_dtype) for x in (grads_TBN, inputs_TBK))
+        self._add(name, product(grads.T, inputs).to(self.sizes.dtype))
+
+    def _add(self, name: str, value: Tensor) -> None:
+        if name in self._sums:
+            self._sums[name] += value
         else:
-            onto += grads.to(self.matrix_dtype).T @ inputs.to(self.matrix_dtype)
+            self._sums[name] = value
 
     def unfold(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradient of every parameter, each in its parameter's dtype."""
-        s = self.sizes
-        grads = {k: torch.zeros_like(v, dtype=s.dtype) for k, v in named.items()}
-        stages.unfold_gate(grads, named, self.gate)
-        grads["ground.gate_bias_D"] = self.gate_bias
+        s, sums = self.sizes, self._sums
+        grads = {
+            k: torch.empty_like(v, dtype=s.dtype)
+            if stages.is_matrix(k)
+            else torch.zeros_like(v, dtype=s.dtype)
+            for k, v in named.items()
+        }
+        stages.unfold_gate(grads, named, sums["gate"])
+        grads["ground.gate_bias_D"] = sums["gate_bias"]
         if s.heads:
             key = next(b for b in stages.layer_blocks(s, 0) if b.matrix == "memory.key_XD")
             columns = s.columns(0)
-            block = stages.block_rows(self.into[0], key, columns, s.heads)
+            block = stages.block_rows(sums["into.0"], key, columns, s.heads)
             assert self.first_key is not None
             block += self.first_key.view_as(block)
-            stages.block_rows(self.bias[0], key, columns, s.heads).add_(self.key_bias_HK)
-            grads["memory.A_log_H"] = self.A_log
+            stages.block_rows(sums["bias.0"], key, columns, s.heads).add_(self.key_bias_HK)
+            grads["memory.A_log_H"] = sums["A_log"]
         for i in range(s.layers):
-            stages.unfold_layer(grads, named, s, i, self.into[i], self.bias[i])
-            stages.unfold_out(grads, named, s, i, self.out[i])
+            stages.unfold_layer(grads, named, s, i, sums.pop(f"into.{i}"), sums[f"bias.{i}"])
+            stages.unfold_out(grads, named, s, i, sums.pop(f"out.{i}"))
         return {k: g.to(named[k].dtype) for k, g in grads.items()}
 
 

@@ -5,9 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from groundlm.ops.packed_linear import product
+
 IGNORE_INDEX = -100
-SLICE_LOGITS = 1 << 22
-"""Most logits held at a time: 16 MiB in float32."""
+SLICE_LOGITS = 1 << 23
+"""Most logits held at a time: 32 MiB in float32."""
 SLICE_ROWS = 512
 """Most positions at a time: with small vocabularies the logits then stay in the cache."""
 
@@ -44,11 +46,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_WE, dtype=hidden_NE.dtype) if need_weight else None
         loss = hidden_NE.new_zeros(())
         rows = max(1, min(SLICE_ROWS, SLICE_LOGITS // weight_WE.shape[0]))
-        buffer = hidden_NE.new_empty(min(rows, len(hidden_NE)), len(weight_WE), dtype=matrix.dtype)
         for start in range(0, len(hidden_NE), rows):
             part = slice(start, start + rows)
             x, y = hidden_NE[part].to(matrix.dtype), targets_N[part, None]
-            logits = torch.mm(x, matrix.T, out=buffer[: len(x)]).to(hidden_NE.dtype)
+            logits = product(x, matrix.T).to(hidden_NE.dtype)
             # In place from here on: logits, then exp(logits - peak), then the slope of the loss.
             peak, scored = logits.amax(-1, keepdim=True), logits.gather(1, y)
             total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
@@ -59,12 +60,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope.scatter_add_(1, y, torch.full_like(y, -1, dtype=slope.dtype))
             slope = slope.to(matrix.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = slope @ matrix
+                grad_hidden[part] = product(slope, matrix)
             if grad_weight is not None:
-                if slope.dtype == grad_weight.dtype:
-                    grad_weight.addmm_(slope.T, x)
-                else:
-                    grad_weight += slope.T @ x
+                grad_weight += product(slope.T, x)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_WE.dtype
         return loss

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,17 +95,22 @@ _Memory = _struct("", "rows reads factors answers keys log_decay rate")
 _Reverse = _struct("count", "scores answer_grads overlaps write_grads key_grads key recalled decay")
 
 
+@functools.cache
+def _dims(dtype: torch.dtype) -> type[ctypes.Structure]:
+    """The C struct of sizes for one dtype."""
+    real = ctypes.c_float if dtype == torch.float32 else ctypes.c_double
+    fields = [*[(n, ctypes.c_long) for n in "bdfhkvrc"], ("eps", real)]
+    return type("Dims", (ctypes.Structure,), {"_fields_": fields})
+
+
 class NativeTape:
     """Addresses of a tape's buffers, and the walks over one chunk of it."""
 
     def __init__(self, s: Sizes, tape: Tape) -> None:
-        self.s, self.tape = s, tape
-        real = ctypes.c_float if s.dtype == torch.float32 else ctypes.c_double
-        dims = type(
-            "Dims",
-            (ctypes.Structure,),
-            {"_fields_": [*[(n, ctypes.c_long) for n in "bdfhkvrc"], ("eps", real)]},
-        )
+        # The tape owns this object; a reference back would keep its memory until the garbage
+        # collector comes by.
+        self.s, self._tape = s, weakref.ref(tape)
+        dims = _dims(s.dtype)
         values = (s.batch, s.state, s.ffn, s.heads, s.key, s.value, s.all_reads, tape.chunk)
         self._dims = dims(*values, s.eps)
         self.dims = ctypes.addressof(self._dims)
@@ -117,6 +123,13 @@ class NativeTape:
             self._memory = _Memory(*(x.data_ptr() for x in (*bases, tape.log_decay_TBH)))
             self.memory = ctypes.addressof(self._memory)
         self._bind(REALS[s.dtype])
+
+    @property
+    def tape(self) -> Tape:
+        """The tape that is walked."""
+        tape = self._tape()
+        assert tape is not None
+        return tape
 
     def for_window(self, decay_rate_H: Tensor) -> NativeTape:
         """This tape with the decay rates of the window that is to walk on it."""

@@ -22,6 +22,9 @@ from torch import Tensor
 from groundlm.model.cell import CellParams
 
 
+DOT_ROWS = 256
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Widths of the recurrence."""
@@ -185,8 +188,7 @@ def fold_layer(named: dict[str, Tensor], s: Sizes, layer: int) -> tuple[Tensor, 
     for block in layer_blocks(s, layer):
         part = matrix_part(named[block.matrix], block, s.heads)
         out = block_rows(weight, block, columns, s.heads)
-        out.copy_(part)
-        out.mul_(named[block.norm].to(s.dtype))
+        torch.mul(part.to(s.dtype), named[block.norm].to(s.dtype), out=out)
         if block.bias is not None:
             part = matrix_part(named[block.bias], block, s.heads)
             block_rows(bias, block, columns, s.heads).copy_(part)
@@ -206,8 +208,9 @@ def unfold_layer(
     for block in layer_blocks(s, layer):
         d_part = block_rows(weight_grad, block, columns, s.heads)
         part = matrix_part(named[block.matrix], block, s.heads)
-        grads[block.norm] += (d_part * part).flatten(0, -2).sum(0)
-        matrix_part(grads[block.matrix], block, s.heads).copy_(d_part).mul_(named[block.norm])
+        grads[block.norm] += column_dots(d_part.flatten(0, -2), part.flatten(0, -2))
+        own = matrix_part(grads[block.matrix], block, s.heads)
+        torch.mul(d_part, named[block.norm].to(s.dtype), out=own)
         if block.bias is not None:
             matrix_part(grads[block.bias], block, s.heads).copy_(
                 block_rows(bias_grad, block, columns, s.heads)
@@ -219,8 +222,8 @@ def fold_out(named: dict[str, Tensor], s: Sizes, layer: int) -> Tensor:
     folded, own = empty(s, s.state, s.ffn + s.answer), f"predict.{layer}."
     folded[:, : s.ffn] = named[own + "ffn_down_DF"]
     if s.heads:
-        folded[:, s.ffn :] = named[own + "read.out_DY"]
-        folded[:, s.ffn :] *= named[own + "read.out_norm_Y"]
+        matrix, norm = named[own + "read.out_DY"], named[own + "read.out_norm_Y"]
+        torch.mul(matrix.to(s.dtype), norm.to(s.dtype), out=folded[:, s.ffn :])
     return folded
 
 
@@ -232,8 +235,9 @@ def unfold_out(
     grads[own + "ffn_down_DF"].copy_(weight_grad[:, : s.ffn])
     if s.heads:
         d_part = weight_grad[:, s.ffn :]
-        grads[own + "read.out_norm_Y"] += (d_part * named[own + "read.out_DY"]).sum(0)
-        grads[own + "read.out_DY"].copy_(d_part).mul_(named[own + "read.out_norm_Y"])
+        norm = named[own + "read.out_norm_Y"].to(s.dtype)
+        grads[own + "read.out_norm_Y"] += column_dots(d_part, named[own + "read.out_DY"])
+        torch.mul(d_part, norm, out=grads[own + "read.out_DY"])
 
 
 def fold_gate(named: dict[str, Tensor], s: Sizes) -> Tensor:
@@ -243,8 +247,17 @@ def fold_gate(named: dict[str, Tensor], s: Sizes) -> Tensor:
 
 def unfold_gate(grads: dict[str, Tensor], named: dict[str, Tensor], weight_grad: Tensor) -> None:
     """Spread the gradient of `fold_gate`'s matrix over the parameters, into `grads`."""
-    grads["ground.gate_norm_D"] += (weight_grad * named["ground.gate_DD"]).sum(0)
-    grads["ground.gate_DD"].copy_(weight_grad).mul_(named["ground.gate_norm_D"])
+    grads["ground.gate_norm_D"] += column_dots(weight_grad, named["ground.gate_DD"])
+    norm = named["ground.gate_norm_D"].to(weight_grad.dtype)
+    torch.mul(weight_grad, norm, out=grads["ground.gate_DD"])
+
+
+def column_dots(a_NK: Tensor, b_NK: Tensor) -> Tensor:
+    """Sum over rows of `a * b`, [K], some rows at a time: the product never exists as a whole."""
+    total = a_NK.new_zeros(a_NK.shape[1])
+    for a, b in zip(a_NK.split(DOT_ROWS), b_NK.split(DOT_ROWS), strict=True):
+        total += (a * b).sum(0)
+    return total
 
 
 def empty(s: Sizes, *shape: int) -> Tensor:

@@ -6,7 +6,7 @@
         training/optimizer.safetensors                    moments, by parameter name
         training/state.safetensors                        carried state (if carried)
         training/progress.json                            step, figures, settings of the run
-        training/complete.json                            size of every file, written last
+        training/complete.json                            SHA-256 of every file, written last
 
 A folder is written under another name, flushed, and renamed when it is whole. Nothing is pickled.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from groundlm.data.integrity import file_sha256
 from groundlm.errors import RunFault, UserError
 
-PREFIX = "step-"
-PARTIAL = ".partial-"
+PREFIX, PARTIAL, DAMAGED = "step-", ".partial-", ".damaged-"
+NAME = re.compile(rf"{PREFIX}(\d+)")
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -41,33 +43,41 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """All checkpoints of a run, oldest first, damaged ones included."""
-    return sorted((run / "checkpoints").glob(f"{PREFIX}*"), key=step_of)
+    """All checkpoints of a run by step, damaged ones included; other names are not ours."""
+    found = (run / "checkpoints").glob(f"{PREFIX}*")
+    return sorted((p for p in found if NAME.fullmatch(p.name)), key=step_of)
 
 
-def newest_complete(run: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose files are all there in full; says which ones it passes over."""
+def newest_whole(run: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose files are all there with the content that was written.
+
+    Newer ones that are damaged get a name beginning with `.damaged-`, so that they count as
+    checkpoints no more, and are named through `say`.
+    """
     for checkpoint in reversed(checkpoints(run)):
-        damage = what_is_missing(checkpoint)
+        damage = what_is_damaged(checkpoint)
         if damage is None:
             return checkpoint
-        say(f"passing over {checkpoint}: {damage}")
+        aside = _free_name(checkpoint.with_name(DAMAGED + checkpoint.name))
+        checkpoint.rename(aside)
+        say(f"passing over {checkpoint}: {damage}; kept as {aside.name}")
     return None
 
 
-def what_is_missing(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that is missing or of another size, or None."""
+def what_is_damaged(checkpoint: Path) -> str | None:
+    """The first file of a checkpoint that is missing or has other content, or None."""
     marker = checkpoint / "training" / "complete.json"
     try:
-        sizes = json.loads(marker.read_text())
-    except (OSError, json.JSONDecodeError):
+        sums = json.loads(marker.read_text("utf-8"))
+        names = list(sums.items())
+    except (OSError, ValueError, AttributeError):
         return f"{marker.name} is missing or damaged"
-    for name, size_bytes in sizes.items():
+    for name, sha256 in names:
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != size_bytes:
-            return f"{name} has {path.stat().st_size:,} bytes, not {size_bytes:,}"
+        if file_sha256(path) != sha256:
+            return f"{name} ({path.stat().st_size:,} bytes) is damaged"
     return None
 
 
@@ -90,26 +100,23 @@ def write(
         fill(partial)
         _write_json(partial / "training" / "progress.json", progress)
         files = sorted(p for p in partial.rglob("*") if p.is_file())
-        sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in files}
-        _write_json(partial / "training" / "complete.json", sizes)
+        sums = {p.relative_to(partial).as_posix(): file_sha256(p) for p in files}
+        _write_json(partial / "training" / "complete.json", sums)
         _flush(partial)
-        if final.exists():  # a damaged one that was passed over
-            shutil.rmtree(final)
         os.replace(partial, final)
         _flush_folder(final.parent)
     except (OSError, SafetensorError, UserError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        kept = newest_complete(run, lambda _: None)
+        kept = next(reversed(checkpoints(run)), None)
         raise RunFault(
-            f"checkpoint {final} could not be written: {error}; last complete one: {kept or 'none'}"
+            f"checkpoint {final} could not be written: {error}; last whole one: {kept or 'none'}"
         ) from None
     return final
 
 
 def rotate(run: Path, newest: int, every: int | None, best_step: int | None) -> None:
     """Remove checkpoints that are none of the newest, the best, or a multiple of `every`."""
-    found = checkpoints(run)
-    for checkpoint in found[:-newest]:
+    for checkpoint in checkpoints(run)[:-newest]:
         step = step_of(checkpoint)
         if step != best_step and not (every and step % every == 0):
             shutil.rmtree(checkpoint)
@@ -119,8 +126,8 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     """Step, figures and settings that the checkpoint was written with."""
     path = checkpoint / "training" / "progress.json"
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {checkpoint} cannot be continued: {path}: {error}") from None
 
 
@@ -133,7 +140,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", "utf-8")
+
+
+def _free_name(path: Path) -> Path:
+    """The path, or the first of `path.1`, `path.2`, ... that does not exist."""
+    number, free = 0, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
 
 
 def _remove_leftovers(folder: Path) -> None:

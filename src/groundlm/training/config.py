@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -79,7 +80,8 @@ a checkpoint). 0: none."""
     max_skipped_steps: int = 10
     """Steps in a row whose loss or gradient is not finite, each skipped, before the run ends."""
     regroup: bool = False
-    """Allow a run to go on with other ranks or micro-batches: same batches, other rounding."""
+    """Allow a run to go on with other ranks, micro-batches, device or scan backend: same batches, \
+other rounding."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
     scan_backend: str = "auto"
@@ -103,9 +105,8 @@ a checkpoint). 0: none."""
 
     # What may change between the stop and the continuation of a run without changing its result.
     FREE = (
-        "out", "stop_at", "max_skipped_steps", "regroup", "device", "scan_backend", "log",
-        "log_every", "eval_every", "eval_windows", "save_every", "keep_checkpoints", "keep_best",
-        "keep_every",
+        "out", "stop_at", "max_skipped_steps", "regroup", "log", "log_every", "eval_every",
+        "eval_windows", "save_every", "keep_checkpoints", "keep_best", "keep_every",
     )  # fmt: skip
 
 
@@ -135,13 +136,19 @@ architecture. `vocab_size` is taken from the data when left out."""
                 _at_least(f"training.{name}", getattr(t, name), 1)
         for name in ("eval_every", "eval_windows"):
             _at_least(f"training.{name}", getattr(t, name), 0)
-        for name in ("learning_rate", "weight_decay", "clip_norm", "warmup_steps", "eps"):
-            _at_least(f"optimizer.{name}", getattr(self.optimizer, name), 0)
-        shares = {f"optimizer.{n}": getattr(self.optimizer, n)
-                  for n in ("final_fraction", "beta1", "beta2", "momentum")}  # fmt: skip
-        for name, value in (shares | {"training.ema_decay": t.ema_decay}).items():
-            if not 0 <= value <= 1:
-                raise UserError(f"{name} is {value}: it must lie between 0 and 1")
+        o = self.optimizer
+        for name in ("learning_rate", "weight_decay", "clip_norm", "warmup_steps"):
+            _at_least(f"optimizer.{name}", getattr(o, name), 0)
+        if not 0 < o.eps < math.inf:
+            raise UserError(f"optimizer.eps is {o.eps}: it must be above 0")
+        if not 0 <= o.final_fraction <= 1:
+            raise UserError(
+                f"optimizer.final_fraction is {o.final_fraction}: it must lie between 0 and 1"
+            )
+        decays = {f"optimizer.{n}": getattr(o, n) for n in ("beta1", "beta2", "momentum")}
+        for name, value in (decays | {"training.ema_decay": t.ema_decay}).items():
+            if not 0 <= value < 1:
+                raise UserError(f"{name} is {value}: it must be at least 0 and below 1")
         kind = self.model.get("model_type", "gpn")
         only_gpn = {
             "training.carry_state": t.carry_state,
@@ -164,5 +171,5 @@ architecture. `vocab_size` is taken from the data when left out."""
 
 
 def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
+    if not least <= value < math.inf:
         raise UserError(f"{name} is {value}: it must be at least {least}")

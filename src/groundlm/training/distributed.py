@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from groundlm.errors import UserError
+from groundlm.errors import FailedElsewhere, UserError
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -31,17 +33,25 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str) -> Ranks:
-        """Read torchrun's environment and meet the other ranks (NCCL on GPUs, else gloo)."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world == 1:
+        """Read torchrun's environment and meet the other ranks (NCCL on GPUs, else gloo).
+
+        Raises `UserError` for an environment that names some of its variables only.
+        """
+        if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls()
-        ranks = cls(int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"]))
-        on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        try:
+            rank, world, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"WORLD_SIZE is set but RANK or LOCAL_RANK is not a number ({error}): start "
+                "several processes with torchrun"
+            ) from None
+        on_gpu = device != "cpu" and torch.cuda.is_available()
         if on_gpu:
-            torch.cuda.set_device(ranks.local_rank)
+            torch.cuda.set_device(local)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
-        return ranks
+        return cls(rank, world, local)
 
     def leave(self) -> None:
         """Part from the other ranks."""
@@ -78,11 +88,11 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
-    def largest(self, value: int, device: torch.device) -> int:
+    def largest(self, value: int) -> int:
         """The largest of the ranks' values."""
         if self.world == 1:
             return value
-        shared = torch.tensor(value, device=device)
+        shared = torch.tensor(value, device=self._device())
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return int(shared)
 
@@ -90,11 +100,56 @@ class Ranks:
         """All ranks' rows [B, ...] in global order (every rank may hold a different number)."""
         if self.world == 1:
             return rows
-        parts: list[Tensor | None] = [None] * self.world
-        dist.all_gather_object(parts, rows.cpu())
-        return torch.cat([part for part in parts if part is not None])
+        counts = torch.zeros(self.world, dtype=torch.int64, device=rows.device)
+        counts[self.rank] = len(rows)
+        sizes = self.sum(counts).tolist()
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that succeeds on every rank or on none.
+
+        An error of the user's or of the run on one rank is raised there and ends the others with
+        `FailedElsewhere`. The block may not meet the other ranks where it can fail on one alone.
+        """
+        error = None
+        try:
+            yield
+        except UserError as caught:
+            error = caught
+        if self.world > 1:
+            # The first rank that failed speaks for all.
+            code = 0 if error is None else error.exit_code
+            shared = torch.tensor([code, self.world - self.rank if code else 0])
+            shared = shared.to(self._device())
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+            code, first = int(shared[0]), self.world - int(shared[1])
+            if code and first != self.rank:
+                raise FailedElsewhere(code) from None
+        if error is not None:
+            raise error
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A block that the writer goes through first and the others after it."""
+        if not self.is_writer:
+            self.wait()
+        try:
+            yield
+        finally:
+            if self.is_writer:
+                self.wait()
 
     def wait(self) -> None:
         """Wait until every rank has come here."""
         if self.world > 1:
             dist.barrier()
+
+    def _device(self) -> torch.device:
+        """Where small tensors must lie to be shared."""
+        on_gpu = dist.get_backend() == "nccl"
+        return torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,48 @@ class MetricsFile:
     """Appends one JSON object a line; on continuation, lines after the resumed step are dropped."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        kept = []
         if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # the torn last line of a run that was killed
-                if record["step"] <= resumed_step:
-                    kept.append(line)
-            path.write_text("".join(f"{line}\n" for line in kept))
-        self._file = path.open("a")
+            lines = path.read_text("utf-8", "replace").splitlines()
+            kept = [line for line in lines if _step(line) <= resumed_step]
+            if len(kept) < len(lines):
+                replace_text(path, "".join(f"{line}\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        """Append a record; figures that are not finite become null."""
+        self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        """Close; what a full disk did not take has been reported by `write`."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _step(line: str) -> float:
+    """The step of a record; infinite for a line that is none (torn when the run was killed)."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with None for every number that is not finite, which JSON cannot hold."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+    }
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give a file new content, all of it or none."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 class ProgressLine:

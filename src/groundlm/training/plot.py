@@ -65,20 +65,24 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records of a run's metrics.jsonl, `tokens` filled in; a torn last line is left out."""
     path = run / "metrics.jsonl"
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8", "replace").splitlines()
     except OSError as error:
         raise UserError(f"no metrics in {run}: {error.strerror or error}") from None
-    records = []
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    records = [record for record in map(_record, lines) if "step" in record]
     tokens = {r["step"]: r["tokens"] for r in records if "tokens" in r}
     records = [r | {"tokens": tokens[r["step"]]} for r in records if r["step"] in tokens]
     if not records:
         raise UserError(f"{path} has no record of a training step")
     return records
+
+
+def _record(line: str) -> dict[str, Any]:
+    """One record; empty for a line that is none (torn when the run was killed)."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], smooth: int = 1, log_scale: bool = False) -> Any:

@@ -1,0 +1,1 @@
+"""`groundlm compare`: models x seeds at equal tokens and parameters, as a table."""

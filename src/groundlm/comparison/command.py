@@ -1,0 +1,215 @@
+"""`groundlm compare`: makes the runs one by one, and the table anew after each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from groundlm.cli import parse
+from groundlm.comparison import plots
+from groundlm.comparison.config import CompareConfig
+from groundlm.comparison.matrix import Model, Run, in_order, make_run, settle_models
+from groundlm.comparison.results import summarise
+from groundlm.comparison.scoring import Exam, score_run
+from groundlm.comparison.sweep import settle_rate
+from groundlm.comparison.table import markdown
+from groundlm.comparison.training import Interrupted, NotFinished, finished, train
+from groundlm.data.manifest import MANIFEST_NAME
+from groundlm.data.prepare import PrepareConfig, prepare
+from groundlm.data.windows import TokenSplit
+from groundlm.errors import RunFault, UserError
+from groundlm.evaluation import record
+from groundlm.model.loading import one_line
+from groundlm.models import versions
+from groundlm.training.metrics import replace_text
+
+Figures = dict[str, Any]
+
+__all__ = ["CompareConfig", "run_compare"]
+
+
+def run_compare(config: CompareConfig) -> int:
+    """Make what is missing; the last line of stdout is the table as JSON.
+
+    Returns 0, 128 + the number of the signal that stopped a training, or 3 if a run failed.
+    Raises `UserError` for settings, data or runs that do not fit.
+    """
+    config.check()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("start one process; --launcher names what starts several for a training")
+    prepare_data(config)
+    comparison = Comparison(config)
+    stopped = comparison.make()
+    if stopped:
+        say("stopped by a signal; the same command goes on")
+        return 128 + stopped
+    print(Path(config.out, "table.md").read_text("utf-8"))
+    failed = [run for run in comparison.records if run["status"] == "failed"]
+    summary = {"out": config.out, "failed": len(failed), "table": comparison.rows()}
+    print(json.dumps(summary, allow_nan=False))
+    return RunFault.exit_code if failed else 0
+
+
+def prepare_data(config: CompareConfig) -> None:
+    """Make the token files where there are none and the configuration says how."""
+    if not config.prepare or Path(config.data.path, MANIFEST_NAME).exists():
+        return
+    arguments = [f"--out={config.data.path}"]
+    for name, value in config.prepare.items():
+        text = value if isinstance(value, str) and name != "input" else json.dumps(value)
+        arguments.append(f"--{name}={text}")
+    prepare(parse(PrepareConfig, arguments, "compare"))
+
+
+class Comparison:
+    """The runs of a comparison and what is known of each."""
+
+    def __init__(self, config: CompareConfig) -> None:
+        self.config, self.out = config, Path(config.out)
+        self.split = TokenSplit.open(config.data.path, "train")
+        self.exam = Exam.of(config)
+        self.models = settle_models(config, self.split.vocab_size)
+        self.rates: dict[str, dict[str, Any]] = {}
+        self.records = [
+            {"model": model.name, "seed": seed, "status": "missing"}
+            for model, seed in in_order(config, self.models)
+        ]
+        self.curves: list[dict[str, Any]] = []
+        self.positions: list[dict[str, Any]] = []
+
+    def make(self) -> int:
+        """Train and score run after run; returns the signal that stopped it, or 0.
+
+        What is finished already is taken up first, so that no table is poorer than the last.
+        """
+        record.make_folder_of(self.out / "results.json")
+        config = yaml.safe_dump(self.config.as_dict(), sort_keys=False)
+        write_text(self.out / "config.yaml", config)
+        entries = list(zip(self.records, in_order(self.config, self.models), strict=True))
+        for entry, (model, seed) in entries:
+            with suppress(NotFinished):
+                entry |= self._one(model, seed, self._look_up)
+        if self.curves:
+            self.write()
+        for entry, (model, seed) in entries:
+            if entry["status"] == "finished":
+                continue
+            try:
+                entry |= self._one(model, seed, self._train)
+            except Interrupted as stop:
+                return stop.number
+            except RunFault as fault:
+                entry |= {"status": "failed", "fault": str(fault)}
+                say(f"{model.name} with seed {seed} failed: {fault}")
+            self.write()
+        return 0
+
+    def _one(self, model: Model, seed: int, train: Callable[[Run], Figures]) -> dict[str, Any]:
+        """One run to its end and its scores, as a record of results.json."""
+        if model.name not in self.rates:
+            self.rates[model.name] = settle_rate(self.config, model, train)
+        rate = self.rates[model.name]
+        run = make_run(self.config, model, seed, rate["learning_rate"])
+        figures = train(run)
+        scores = score_run(run, figures["checkpoint"], self.exam)
+        named = {"model": model.name, "seed": seed}
+        self.curves.append(named | plots.loss_curve(run.folder))
+        self.positions.append(named | {"nats": scores["loss_by_position"]})
+        return {
+            **model.described(),
+            "seed": seed,
+            "status": "finished",
+            "learning_rate": rate["learning_rate"],
+            "run": str(run.folder),
+            "checkpoint": figures["checkpoint"],
+            "tokens": figures["tokens"],
+            "seconds": figures["train_seconds"],
+            "tokens_per_s": figures["tokens_per_s"],
+            "skipped_steps": figures["skipped_steps"],
+            **scores["figures"],
+            "scoring_seconds": scores["scoring_seconds"],
+            "commit": scores["commit"],
+            "versions": scores["versions"],
+        }
+
+    def _look_up(self, run: Run) -> Figures:
+        figures = finished(run, self.split)
+        if figures is None:
+            raise NotFinished(run.name)
+        return figures
+
+    def _train(self, run: Run) -> Figures:
+        done = sum(entry["status"] == "finished" for entry in self.records)
+        say(f"{run.folder} ({done} of {len(self.records)} runs finished)")
+        return train(run, self.split, self.config.launcher)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the table."""
+        unknown = {"learning_rate": None, "source": None, "sweep": None}
+        models = [m.described() | self.rates.get(m.name, unknown) for m in self.models]
+        return summarise(models, self.records, self.config.reference)
+
+    def write(self) -> None:
+        """Bring every file up to what is known now."""
+        results = self.results()
+        record.write_json(self.out / "results.json", results)
+        write_text(self.out / "table.md", markdown(results))
+        if self.curves:
+            record.write_json(self.out / "loss_curves.json", {"runs": self.curves})
+            plots.save(plots.draw_loss_curves(self.curves), self.out / "loss_curves.png")
+            window = self.config.data.window_tokens
+            positions = {"window_tokens": window, "runs": self.positions}
+            record.write_json(self.out / "loss_by_position.json", positions)
+            picture = plots.draw_loss_by_position(self.positions)
+            plots.save(picture, self.out / "loss_by_position.png")
+
+    def results(self) -> dict[str, Any]:
+        """results.json."""
+        config, manifest = self.config, self.split.manifest
+        t, window = config.training, config.data.window_tokens
+        passages = self.exam.passages
+        return {
+            "name": self.out.name,
+            "reference": config.reference,
+            "target_parameters": config.target_parameters,
+            "seeds": config.seeds,
+            "steps": t.steps,
+            "batch_size": t.batch_size,
+            "tokens": t.steps * t.batch_size * window,
+            "data": {
+                "path": config.data.path,
+                "tokenizer_sha256": manifest.tokenizer.sha256,
+                "vocab_size": manifest.vocab_size,
+                "window_tokens": window,
+                **{
+                    name: {k: getattr(info, k) for k in ("tokens", "documents", "utf8_bytes")}
+                    for name, info in manifest.splits.items()
+                },
+            },
+            "lambada": passages and {"source": config.lambada, "passages": len(passages)},
+            "table": self.rows(),
+            "runs": self.records,
+            "sizes": {model.name: model.sizes for model in self.models},
+            "commit": record.git_commit(),
+            "versions": versions(),
+        }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text, whole or not at all; raises `UserError` if it cannot be written."""
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {one_line(error)}") from None
+
+
+def say(text: str) -> None:
+    """Tell the person watching."""
+    print(text, file=sys.stderr, flush=True)

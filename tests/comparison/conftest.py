@@ -1,0 +1,32 @@
+"""A comparison of two tiny models that takes seconds."""
+
+from dataclasses import replace
+
+import pytest
+
+from groundlm.comparison.config import CompareConfig, ModelConfig
+from groundlm.training.config import DataConfig, OptimizerConfig, TrainingConfig
+
+GPN = {"model_type": "gpn", "state_size": 20, "embedding_size": 12, "ffn_size": 24, "num_heads": 2,
+       "head_k_dim": 5, "head_v_dim": 7}  # fmt: skip
+LLAMA = {"model_type": "llama", "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "intermediate_size": 8, "tie_word_embeddings": True}  # fmt: skip
+
+
+@pytest.fixture
+def compare_config(token_data, tmp_path):
+    def build(**values):
+        config = CompareConfig(
+            models=[ModelConfig("grounded", model=GPN), ModelConfig("deep", model=LLAMA)],
+            reference="deep",
+            out=str(tmp_path / "table"),
+            seeds=[1, 2],
+            target_parameters=8000,
+            data=DataConfig(str(token_data), 16),
+            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+            training=TrainingConfig(steps=4, batch_size=4, log_every=1, eval_every=2,
+                                    eval_windows=4, save_every=2, keep_checkpoints=1),
+        )  # fmt: skip
+        return replace(config, **values)
+
+    return build

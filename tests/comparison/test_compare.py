@@ -1,0 +1,340 @@
+"""The whole command on tiny models: files, order, resuming, sweep, faults, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from groundlm.cli import main, parse, presets
+from groundlm.comparison import command, training
+from groundlm.comparison.command import run_compare
+from groundlm.comparison.config import CompareConfig, ModelConfig, SweepConfig
+from groundlm.comparison.matrix import make_run, settle_models
+from groundlm.data.windows import TokenSplit
+from groundlm.errors import FailedElsewhere, RunFault, UserError
+from groundlm.evaluation.command import EvalConfig, evaluate
+from groundlm.training import checkpoint as ckpt
+from groundlm.training.loop import run_train
+from helpers import ONE_THREAD, last_tensors, metrics
+
+FILES = {"config.yaml", "loss_by_position.json", "loss_by_position.png", "loss_curves.json",
+         "loss_curves.png", "results.json", "runs", "table.md"}  # fmt: skip
+
+
+def results_of(config):
+    return json.loads((Path(config.out) / "results.json").read_text())
+
+
+def modified(folder):
+    return {p: p.stat().st_mtime_ns for p in Path(folder).rglob("*.safetensors")}
+
+
+def test_whole_table(compare_config, token_data, tmp_path, capsys):
+    passages = tmp_path / "lambada.jsonl"
+    passages.write_text('{"text": "the state memory reads"}\n{"text": "a token and writes"}\n')
+    config = compare_config(lambada=str(passages))
+    assert run_compare(config) == 0
+    out = Path(config.out)
+    assert {p.name for p in out.iterdir()} == FILES
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    results = results_of(config)
+    assert last["table"] == results["table"]
+    order = [(run["model"], run["seed"]) for run in results["runs"]]
+    assert order == [("grounded", 1), ("deep", 1), ("grounded", 2), ("deep", 2)]
+    manifest = json.loads((token_data / "manifest.json").read_text())
+    for run in results["runs"]:
+        assert run["tokens"] == results["tokens"] == 4 * 4 * 16
+        assert abs(run["parameters"] / 8000 - 1) <= 0.01
+        assert run["embedding_parameters"] + run["other_parameters"] == run["parameters"]
+        assert run["heldout_tokens"] == manifest["splits"]["heldout"]["tokens"]
+        assert run.keys() >= {"seconds", "tokens_per_s", "commit", "versions", "learning_rate"}
+        assert 0 <= run["lambada_paper_accuracy"] <= 1
+    table = (out / "table.md").read_text()
+    assert "4 of 4 runs finished" in table
+    assert sum(line.startswith(("| grounded |", "| deep |")) for line in table.splitlines()) == 2
+    positions = json.loads((out / "loss_by_position.json").read_text())
+    assert {len(r["nats"]) for r in positions["runs"]} == {16}
+    curves = json.loads((out / "loss_curves.json").read_text())["runs"]
+    assert [c["tokens"] for c in curves] == [[64, 128, 192, 256]] * 4
+
+
+def test_runs_and_scores_are_those_of_train_and_eval(compare_config, token_data, tmp_path):
+    config = compare_config(seeds=[3])
+    run_compare(config)
+    run = results_of(config)["runs"][0]
+    made = yaml.safe_load((Path(run["run"]) / "config.yaml").read_text())
+    path = tmp_path / "same.yaml"
+    path.write_text(yaml.safe_dump(made))
+    assert main(["train", "--config", str(path), "--training.out", str(tmp_path / "same")]) == 0
+    assert last_tensors(tmp_path / "same") == last_tensors(Path(run["run"]))
+    scores = evaluate(EvalConfig(model=run["checkpoint"], data=str(token_data)))
+    for name in ("perplexity", "bits_per_byte", "nats_per_token"):
+        assert run[name] == pytest.approx(scores[name], rel=1e-6)
+
+
+def test_done_runs_are_kept_and_models_and_seeds_can_be_added(compare_config, capsys):
+    config = compare_config(seeds=[1])
+    run_compare(config)
+    first, written = results_of(config), modified(config.out)
+    more = [
+        *config.models,
+        ModelConfig("bias", model=config.models[0].model | {"decoder_bias": True}),
+    ]
+    run_compare(compare_config(seeds=[1, 2], models=more))
+    again = results_of(config)
+    kept = [run for run in again["runs"] if run["seed"] == 1 and run["model"] != "bias"]
+    assert kept == first["runs"]
+    assert len(again["runs"]) == 6
+    assert written.items() <= modified(config.out).items()
+
+
+def test_table_is_never_poorer_than_before(compare_config, monkeypatch):
+    config = compare_config()
+    run_compare(config)
+    more = [ModelConfig("bias", model=config.models[0].model | {"decoder_bias": True}),
+            *config.models]  # fmt: skip
+    seen = []
+
+    def look(run, split, launcher):
+        seen.append([r["status"] for r in results_of(config)["runs"]])
+        raise RunFault("no disk")
+
+    monkeypatch.setattr(command, "train", look)
+    assert run_compare(compare_config(models=more)) == 3
+    assert seen[0] == ["missing", "finished", "finished"] * 2
+    assert [r["status"] for r in results_of(config)["runs"]] == [
+        "failed",
+        "finished",
+        "finished",
+    ] * 2
+    assert "bias with seed 1 failed: no disk." in (Path(config.out) / "table.md").read_text()
+
+
+def test_stopped_anywhere_it_goes_on_to_the_same_numbers(compare_config, tmp_path, monkeypatch):
+    straight = compare_config(out=str(tmp_path / "straight"))
+    run_compare(straight)
+    config, calls = compare_config(), []
+    real = ckpt.write
+
+    def stop_after(*arguments):
+        calls.append(arguments)
+        done = real(*arguments)
+        if len(calls) % 3 == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return done
+
+    monkeypatch.setattr(ckpt, "write", stop_after)
+    codes = [run_compare(config) for _ in range(4)]
+    assert codes[0] == 128 + signal.SIGTERM
+    assert codes[-1] == 0
+    for name in ("grounded-seed1", "deep-seed1", "grounded-seed2", "deep-seed2"):
+        own, other = (Path(c.out) / "runs" / name for c in (config, straight))
+        assert last_tensors(own) == last_tensors(other)
+    same = ("model", "seed", "perplexity", "bits_per_byte", "tokens", "learning_rate")
+    for own, other in zip(results_of(config)["runs"], results_of(straight)["runs"], strict=True):
+        assert {k: own[k] for k in same} == {k: other[k] for k in same}
+
+
+def test_changed_settings_are_refused_before_any_training(compare_config, monkeypatch):
+    config = compare_config(seeds=[1])
+    run_compare(config)
+    monkeypatch.setattr(command, "train", lambda *_: pytest.fail("trained"))
+    changed = replace(config.training, batch_size=5)
+    with pytest.raises(UserError, match=r"training.batch_size = 4, not 5"):
+        run_compare(compare_config(seeds=[1, 2], training=changed))
+
+
+def test_sweep_takes_the_best_rate_by_heldout_loss(compare_config):
+    rates = [1e-6, 1e-2, 1e-5]
+    config = compare_config(seeds=[1], sweep=SweepConfig(rates, steps=6))
+    own = [replace(config.models[0], learning_rate=3e-3), config.models[1]]
+    config = replace(config, models=own)
+    assert run_compare(config) == 0
+    grounded, deep = results_of(config)["table"]
+    assert (grounded["learning_rate"], grounded["source"], grounded["sweep"]) == (3e-3, "own", None)
+    assert (deep["learning_rate"], deep["source"]) == (1e-2, "sweep")
+    tried = {t["learning_rate"]: t["heldout_nats_per_token"] for t in deep["sweep"]["tried"]}
+    assert list(tried) == rates
+    assert min(tried, key=tried.get) == 1e-2
+    assert deep["sweep"]["at_edge"]
+    runs = sorted(p.name for p in (Path(config.out) / "sweep").iterdir())
+    assert runs == ["deep-lr0.01", "deep-lr1e-05", "deep-lr1e-06"]
+    assert metrics(Path(config.out) / "sweep" / "deep-lr0.01")[-1]["step"] == 6
+    assert run_compare(config) == 0
+    assert results_of(config)["table"][1] == deep
+    assert "the best lies at the edge" in (Path(config.out) / "table.md").read_text()
+
+
+def test_rate_that_diverges_is_out(compare_config, monkeypatch):
+    config = compare_config(seeds=[1], sweep=SweepConfig([1e-2, 1e-3], steps=2))
+
+    def fail(config):
+        if "lr0.01" in config.training.out:
+            raise RunFault("loss not finite")
+        return run_train(config)
+
+    monkeypatch.setattr(training, "run_train", fail)
+    assert run_compare(config) == 0
+    for row in results_of(config)["table"]:
+        assert row["learning_rate"] == 1e-3
+        assert row["sweep"]["tried"][0]["heldout_nats_per_token"] is None
+
+
+def test_launcher_trains_in_another_process(compare_config):
+    config = compare_config(seeds=[1], launcher=[sys.executable, "-m", "groundlm"])
+    config = replace(config, models=config.models[1:])
+    assert run_compare(config) == 0
+    assert results_of(config)["runs"][0]["tokens"] == 256
+    missing = replace(config, out=f"{config.out}-2", launcher=["no-such-program"])
+    with pytest.raises(UserError, match="launcher no-such-program cannot be started"):
+        run_compare(missing)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(2, FailedElsewhere), (3, RunFault), (1, RunFault), (0, RunFault)]
+)
+def test_launcher_that_fails(code, error, compare_config):
+    launcher = [sys.executable, "-S", "-c", f"raise SystemExit({code})"]
+    config = compare_config(seeds=[1], launcher=launcher)
+    run, split = only_run(config)
+    with pytest.raises(error):
+        training.train(run, split, launcher)
+
+
+def test_launcher_is_handed_a_signal_once(compare_config, tmp_path):
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "counted = pathlib.Path(sys.argv[0]).with_name('counted')\n"
+        "def count(*_):\n"
+        "    counted.write_text(counted.read_text() + 'x')\n"
+        "signal.signal(signal.SIGINT, count)\n"
+        "counted.write_text('')\n"
+        "while not counted.read_text(): time.sleep(0.05)\n"
+        "time.sleep(0.6)\n"
+        "sys.exit(1)\n"
+    )
+    run, split = only_run(compare_config(seeds=[1]))
+    counted = tmp_path / "counted"
+
+    def interrupt():
+        while not counted.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(training.Interrupted) as caught:
+        training.train(run, split, [sys.executable, "-S", str(script)])
+    thread.join()
+    assert caught.value.number == signal.SIGINT
+    assert counted.read_text() == "x"
+
+
+def only_run(config):
+    split = TokenSplit.open(config.data.path, "train")
+    model = settle_models(config, split.vocab_size)[0]
+    return make_run(config, model, 1, 1e-3), split
+
+
+def test_signal_ends_the_command_with_a_run_that_goes_on(compare_config, tmp_path):
+    config = compare_config(seeds=[1])
+    long = replace(config.training, steps=100_000, eval_every=0)
+    config = replace(config, training=long)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(asdict(config)))
+    start = [sys.executable, "-m", "groundlm", "compare", str(path)]
+    process = subprocess.Popen(start, env=ONE_THREAD, stderr=subprocess.PIPE, text=True)
+    run = Path(config.out) / "runs" / "grounded-seed1"
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists() or not metrics(run):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert "the same command goes on" in process.stderr.read()
+    assert ckpt.newest_whole(run, print) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": []}, "models names nothing"),
+        ({"reference": "dep"}, "did you mean deep?"),
+        ({"seeds": [1, 1]}, "give one or several, each once"),
+        ({"seeds": []}, "give one or several"),
+        ({"tolerance": 0.0}, "tolerance is 0.0"),
+        ({"target_parameters": 100}, "grounded: a gpn cannot have 100 parameters"),
+        ({"eval_batch_size": 0}, "eval_batch_size is 0"),
+        ({"sweep": SweepConfig([1e-3, -1.0])}, "learning rate -1.0"),
+        ({"sweep": SweepConfig([1e-3, 1e-3])}, "give each once"),
+        ({"sweep": SweepConfig([1e-3], 0)}, "sweep.steps is 0"),
+        ({"models": [ModelConfig("a b")]}, "'a b' is no name"),
+        ({"models": [ModelConfig("deep"), ModelConfig("deep")]}, "deep is there 2 times"),
+        ({"models": [ModelConfig("deep", preset="lama")]}, "deep: no preset or file 'lama'"),
+        ({"lambada": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+    ],
+)
+def test_bad_settings_are_refused(change, message, compare_config):
+    config = compare_config(**change)
+    with pytest.raises(UserError) as caught:
+        run_compare(config)
+    assert message in str(caught.value)
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize("field", ["out", "seed", "stop_at"])
+def test_what_the_comparison_sets_itself_is_refused(field, compare_config):
+    changed = replace(compare_config().training, **{field: 7 if field != "out" else "x"})
+    with pytest.raises(UserError, match=rf"training.{field} is not for a comparison"):
+        run_compare(compare_config(training=changed))
+
+
+def test_data_is_prepared_where_there_is_none(compare_config, tmp_path):
+    from helpers import write_documents
+
+    write_documents(tmp_path / "new.jsonl", 60)
+    config = compare_config(seeds=[1], target_parameters=None)
+    data = replace(config.data, path=str(tmp_path / "new"))
+    options = {"input": [str(tmp_path / "new.jsonl")], "tokenizer": "train:290",
+               "heldout_share": 0.2}  # fmt: skip
+    config = replace(config, data=data, prepare=options)
+    with pytest.raises(UserError, match="did you mean tokenizer"):
+        run_compare(replace(config, prepare={"tokeniser": "x"}))
+    assert run_compare(config) == 0
+    assert TokenSplit.open(tmp_path / "new", "train").vocab_size <= 290
+
+
+def test_command_line_errors_are_one_line(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    for text in ("models: [{nam: x}]\nreference: x", "models: 3\nreference: x", "reference: x"):
+        path.write_text(text)
+        assert main(["compare", str(path)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert main(["compare", "smok"]) == 2
+    assert "did you mean smoke?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["smoke", "small", "paper"])
+@pytest.mark.parametrize("form", ["{}", "presets/compare/{}.yaml"])
+def test_shipped_comparisons_parse_and_match(name, form):
+    assert set(presets("compare")) == {"smoke", "small", "paper"}
+    arguments = ["--config", form.format(name)]
+    config = parse(CompareConfig, arguments, "compare", True, "compare")
+    config.check()
+    assert config.reference == "transformer"
+    if form == "{}":
+        vocabulary = {"smoke": 1024, "small": 2048, "paper": 32000}[name]
+        models = settle_models(config, vocabulary)
+        for model in models:
+            assert abs(model.parameters["total"] / config.target_parameters - 1) <= 0.01
+        tokens = config.training.steps * config.training.batch_size * config.data.window_tokens
+        assert tokens == {"smoke": 61_440, "small": 10_002_432, "paper": 2_621_440_000}[name]
