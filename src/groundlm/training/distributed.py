@@ -11,7 +11,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from groundlm.errors import FailedElsewhere, UserError
 
@@ -76,11 +75,17 @@ class Ranks:
             raise UserError(f"training.batch_size {count} is less than the {self.world} ranks")
         return range(self.rank * count // self.world, (self.rank + 1) * count // self.world)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model whose backward pass averages gradients over the ranks."""
-        if self.world == 1:
-            return model
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Replace every gradient by its sum over the ranks, all of them in flight at once.
+
+        Called once a step. A scan's weight gradients are all formed at its end, so there is no
+        backward left to hide the exchange behind, and every rank holds the same parameters anyway:
+        they start from one seed and take the same steps.
+        """
+        if self.world > 1:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            for work in [dist.all_reduce(grad, async_op=True) for grad in grads]:
+                work.wait()
 
     def sum(self, values: Tensor) -> Tensor:
         """Elementwise sum over the ranks."""

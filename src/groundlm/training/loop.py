@@ -94,7 +94,7 @@ class Run:
         self.model: PreTrainedModel = (
             build_model(self.sizes, t.seed) if newest is None else load_model(newest, "float32")
         )
-        self.model.to(self.device).train()  # type: ignore[arg-type]
+        self.model.to(self.device).train()
         if isinstance(self.model, GPNForCausalLM):
             self.model.scan_backend = t.scan_backend
         self.optimizers = Optimizers(self.model, config.optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class BatchGradient:
         self._config, self._windows, self._ranks = config, windows, ranks
         self.device = next(model.parameters()).device
         """Where the model computes."""
-        self._model = ranks.wrap(model)
+        self._model = model
         self._rows = ranks.share(config.training.batch_size)
         self._is_gpn = isinstance(model, GPNForCausalLM)
         self.carried: GPNState | None = None
@@ -58,14 +57,14 @@ class BatchGradient:
         for first in range(0, len(inputs_BT), size):
             rows = slice(first, min(first + size, len(inputs_BT)))
             start = None if starts is None else starts.rows(rows)
-            last = rows.stop == len(inputs_BT)
             loss, end = self._micro_batch(
-                inputs_BT[rows].to(self.device), targets_BT[rows].to(self.device), start, last
+                inputs_BT[rows].to(self.device), targets_BT[rows].to(self.device), start
             )
             total += loss
             ends.append(end)
         if t.carry_state:
             self.carried = GPNState.concatenate([e for e in ends if e is not None])
+        self._ranks.sum_gradients(list(self._model.parameters()))
         return float(self._ranks.sum(total))
 
     def _start_states(self, step: int) -> GPNState | None:
@@ -76,19 +75,14 @@ class BatchGradient:
         return self.carried
 
     def _micro_batch(
-        self, inputs_BT: Tensor, targets_BT: Tensor, state: GPNState | None, last: bool
+        self, inputs_BT: Tensor, targets_BT: Tensor, state: GPNState | None
     ) -> tuple[Tensor, GPNState | None]:
         length = self._config.training.truncate_tokens or inputs_BT.shape[1]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for first in range(0, inputs_BT.shape[1], length):
             part = slice(first, first + length)
-            final = last and part.stop >= inputs_BT.shape[1]
-            # Ranks meet in the last backward pass of the step only.
-            wait = hasattr(self._model, "no_sync") and not final
-            with self._model.no_sync() if wait else nullcontext():  # type: ignore[operator]
-                out = self._forward(inputs_BT[:, part], targets_BT[:, part], state)
-                # Gradients are averaged over the ranks, while the loss is a sum over them.
-                (out.loss * self._ranks.world).backward()
+            out = self._forward(inputs_BT[:, part], targets_BT[:, part], state)
+            out.loss.backward()
             total += out.loss.detach()
             state = None if out.get("cache") is None else out["cache"].detach()
         return total, state
