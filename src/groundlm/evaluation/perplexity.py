@@ -1,77 +1,59 @@
-"""Held-out perplexity and bits per byte, every token scored exactly once.
+"""Perplexity, bits per byte and what goes with them, every token scored exactly once.
 
-The split is one stream of tokens. It is cut into disjoint windows; within a window each token is
-predicted from the tokens of its own window before it and from the one token before the window (for
-the very first: the end-of-document token), starting from the zero state.
+The split is one stream of tokens, read as a `Reading` says. With S the sum of the nats (negative
+log-likelihoods) of n targets: nats per token S / n, perplexity exp(S / n), bits per byte
+S' / ln 2 / bytes, where S' leaves out the end-of-document tokens and the bytes are those of the
+text in UTF-8.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groundlm.data.tokenizer import tokenizer_sha256
 from groundlm.data.windows import TokenSplit
-from groundlm.errors import UserError
-from groundlm.model.loading import load_model
-from groundlm.model.modeling import GPNForCausalLM
-from groundlm.models import load_model_tokenizer, resolve_device, versions
+from groundlm.evaluation.reading import Reading, TokenList, walk
+from groundlm.evaluation.scoring import token_nats
 
-DEFAULT_WINDOW_TOKENS = 2048
-SLICE_LOGITS = 1 << 22
-"""Logits held at a time while scoring: 16 MiB in float32."""
+__all__ = ["bits_per_byte", "heldout_nats", "score", "score_split", "token_nats"]
 
 
-@dataclass(frozen=True)
-class EvalConfig:
-    """Score a model on held-out text: perplexity, and bits per byte beside the unigram model's."""
+def score(
+    model: PreTrainedModel,
+    ids: Sequence[int] | np.ndarray | Tensor,
+    window: int,
+    stride: int | None = None,
+    state: Literal["reset", "carry"] = "reset",
+    prefix: int | None = None,
+    batch_size: int = 16,
+) -> tuple[float, int]:
+    """Summed nats of a sequence of ids, and the number of ids scored.
 
-    model: str
-    """Model folder: a checkpoint, or anything that `save_pretrained` wrote with its tokenizer."""
-    data: str
-    """Folder written by `groundlm prepare` with the model's tokenizer."""
-    split: str = "heldout"
-    """Split to score: `heldout` or `train`."""
-    window_tokens: int | None = None
-    """Tokens per window. None: the window the model was trained with, else 2048."""
-    batch_size: int = 16
-    """Windows scored at a time; it does not change the result."""
-    device: str = "auto"
-    """`cpu`, `cuda`, ...; `auto` takes a GPU if there is one."""
+    Args:
+        ids: int [T]. With a `prefix` token, which is read before them, all T are scored; without,
+            the first one is only read and T - 1 are.
+        window, stride, state: as in `Reading`; a window is so many tokens read, or targets.
+        batch_size: windows read side by side; it does not change the result.
 
-
-@torch.inference_mode()
-def token_nats(model: PreTrainedModel, input_ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Negative log-likelihood of each target in nats, float32 [B, T].
-
-    Logits exist for a slice of positions at a time. Works for every transformers causal language
-    model whose head is a matrix over its base model's last hidden state.
+    Raises:
+        UserError: a window or stride that does not fit, a state that the model cannot carry.
     """
-    hidden = model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-    if isinstance(model, GPNForCausalLM):
-        hidden = model.model.decoder_hidden(hidden)
-    weight = model.get_output_embeddings().weight
-    hidden_NE, targets_N = hidden.flatten(0, 1), targets_BT.flatten()
-    rows = max(1, SLICE_LOGITS // weight.shape[0])
-    nats = [
-        F.cross_entropy((h.to(weight.dtype) @ weight.T).float(), y, reduction="none")
-        for h, y in zip(hidden_NE.split(rows), targets_N.split(rows), strict=True)
-    ]
-    return torch.cat(nats).view(targets_BT.shape)
+    values = np.asarray(ids.cpu() if torch.is_tensor(ids) else ids, dtype=np.int64)
+    if prefix is None:
+        if not len(values):
+            return 0.0, 0
+        prefix, values = int(values[0]), values[1:]
+    reading = Reading(window, stride, state)
+    reading.check(model)
+    stream = TokenList(values)
+    scored = [x.nats for x in walk(model, stream, reading.rows(stream), prefix, batch_size)]
+    return math.fsum(float(x.sum(dtype=np.float64)) for x in scored), sum(map(len, scored))
 
 
 def score_split(
@@ -82,44 +64,14 @@ def score_split(
     max_windows: int = 0,
     part: tuple[int, int] = (0, 1),
 ) -> np.ndarray:
-    """Nats of every token of the split in order, float32 [tokens]; windows as the module says.
+    """Nats of every token of the split in order, read in disjoint windows from the zero state.
 
-    `max_windows` > 0 scores the first so many whole windows only (at least one window, which may
-    be short); `part` (i, n) only every n-th batch, from the i-th on.
+    `max_windows` > 0 scores the first so many windows only; `part` (i, n) only every n-th batch,
+    from the i-th on.
     """
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    scored = [torch.empty(0)]
-    batches = _batches(split, window_tokens, batch_size, max_windows)
-    for inputs, targets in islice(batches, part[0], None, part[1]):
-        scored.append(token_nats(model, inputs.to(device), targets.to(device)).cpu().flatten())
-    model.train(was_training)
-    return torch.cat(scored).numpy()
-
-
-def _batches(
-    split: TokenSplit, window: int, batch_size: int, max_windows: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(inputs, targets) [B, T] over the stream; the short last window comes alone."""
-    total = split.tokens
-    if max_windows:
-        total = min(total, max_windows * window)
-    starts = list(range(0, total - window + 1, window))
-    groups = [starts[i : i + batch_size] for i in range(0, len(starts), batch_size)]
-    rest = total % window
-    for group in [*groups, *([[total - rest]] if rest else [])]:
-        length = min(window, total - group[0])
-        rows = [_window(split, start, length) for start in group]
-        stacked = torch.from_numpy(np.stack(rows))
-        yield stacked[:, :-1], stacked[:, 1:]
-
-
-def _window(split: TokenSplit, start: int, length: int) -> np.ndarray:
-    """`length + 1` tokens: the one before `start` (end-of-document before the first), then on."""
-    if start:
-        return split.read(start - 1, length + 1)
-    return np.concatenate([[split.eos_token_id], split.read(0, length)])
+    rows = Reading(window_tokens).rows(split, max_windows)
+    scored = walk(model, split, rows, split.eos_token_id, batch_size, part)
+    return np.concatenate([np.empty(0, np.float32), *(x.nats for x in scored)])
 
 
 def heldout_nats(
@@ -138,98 +90,12 @@ def heldout_nats(
     return float(nats.sum(dtype=np.float64)), len(nats)
 
 
-def bits_per_byte(
-    nats: np.ndarray, tokens: np.ndarray, eos_token_id: int, utf8_bytes: int
-) -> float:
-    """`sum of nats / ln 2 / UTF-8 bytes`, the end-of-document tokens left out of both sums."""
-    text = nats[tokens != eos_token_id].sum(dtype=np.float64)
-    return float(text / math.log(2) / utf8_bytes)
+def bits_per_byte(text_nats: float, utf8_bytes: int) -> float:
+    """Bits per byte from the summed nats of the text's tokens and its bytes in UTF-8."""
+    return text_nats / math.log(2) / utf8_bytes
 
 
-def unigram_nats(train: TokenSplit, tokens: np.ndarray) -> np.ndarray:
-    """Nats of each token under the training split's token counts, one added to each count."""
+def unigram_nats(train: TokenSplit) -> np.ndarray:
+    """Nats of each id under the training split's token counts, one added to each, float64 [W]."""
     counts = train.unigram_counts() + 1
-    return -np.log(counts / counts.sum())[tokens]
-
-
-def run_eval(config: EvalConfig) -> dict[str, Any]:
-    """Score, print a table and, as the last line of stdout, the result as JSON.
-
-    Raises:
-        UserError: a model, split or window that does not fit.
-    """
-    if config.batch_size < 1:
-        raise UserError(f"--batch-size is {config.batch_size}: it must be at least 1")
-    split = TokenSplit.open(config.data, config.split)
-    device = resolve_device(config.device)
-    model = load_model(config.model, "float32", device)
-    check_tokenizer(config.model, split)
-    window = config.window_tokens or trained_window(config.model) or DEFAULT_WINDOW_TOKENS
-    if window < 1:
-        raise UserError(f"--window-tokens is {window}: it must be at least 1")
-    started = time.perf_counter()
-    nats = score_split(model, split, window, config.batch_size)
-    seconds = time.perf_counter() - started
-    if not np.isfinite(nats).all():
-        raise UserError(
-            f"model {config.model} gives {(~np.isfinite(nats)).sum()} non-finite scores"
-        )
-    tokens = split.read(0, split.tokens)
-    unigram = unigram_nats(TokenSplit.open(config.data, "train"), tokens)
-    mean = float(nats.mean(dtype=np.float64))
-    text = (split.eos_token_id, split.utf8_bytes)
-    result = {
-        "model": config.model,
-        "data": config.data,
-        "split": config.split,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "window_tokens": window,
-        "tokens": split.tokens,
-        "documents": split.documents,
-        "utf8_bytes": split.utf8_bytes,
-        "nats_per_token": mean,
-        "perplexity": math.exp(mean),
-        "bits_per_byte": bits_per_byte(nats, tokens, *text),
-        "unigram_bits_per_byte": bits_per_byte(unigram, tokens, *text),
-        "tokens_per_s": split.tokens / seconds,
-        "tokenizer_sha256": split.manifest.tokenizer.sha256,
-        "versions": versions(),
-    }
-    _print_result(result)
-    return result
-
-
-def check_tokenizer(model_dir: str, split: TokenSplit) -> None:
-    """Refuse token files that were made with another tokenizer than the model's."""
-    own = tokenizer_sha256(load_model_tokenizer(model_dir))
-    theirs = split.manifest.tokenizer.sha256
-    if own != theirs:
-        raise UserError(
-            f"the tokenizer of {model_dir} (sha256 {own[:12]}) is not the one that made the token "
-            f"files ({theirs[:12]})"
-        )
-
-
-def trained_window(model_dir: str) -> int | None:
-    """The window a checkpoint was trained with, if it says so."""
-    path = Path(model_dir) / "training" / "progress.json"
-    if not path.exists():
-        return None
-    return json.loads(path.read_text())["settings"]["data.window_tokens"]
-
-
-def _print_result(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['model']} on {result['split']} of {result['data']}")
-    for name, justify in (("measure", "left"), ("value", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_row("tokens scored", f"{result['tokens']:,}")
-    table.add_row("bytes of text", f"{result['utf8_bytes']:,}")
-    table.add_row(
-        f"perplexity, windows of {result['window_tokens']}", f"{result['perplexity']:.3f}"
-    )
-    table.add_row("nats per token", f"{result['nats_per_token']:.4f}")
-    table.add_row("bits per byte", f"{result['bits_per_byte']:.4f}")
-    table.add_row("bits per byte, unigram model", f"{result['unigram_bits_per_byte']:.4f}")
-    table.add_row("tokens per second", f"{result['tokens_per_s']:,.0f}")
-    Console().print(table)
-    print(json.dumps(result))
+    return -np.log(counts / counts.sum())

@@ -1,0 +1,244 @@
+"""`groundlm eval`: the scores of one model on token files, a text or LAMBADA."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from groundlm.data.tokenizer import load_tokenizer, tokenizer_sha256
+from groundlm.data.windows import TokenSplit
+from groundlm.errors import UserError
+from groundlm.evaluation import record
+from groundlm.evaluation.lambada import read_passages, score_lambada
+from groundlm.evaluation.perplexity import bits_per_byte, unigram_nats
+from groundlm.evaluation.reading import Reading, TokenList, TokenStream, walk
+from groundlm.evaluation.scoring import check_head, context_limit
+from groundlm.evaluation.table import result_table
+from groundlm.evaluation.tally import Tally, perplexity_of
+from groundlm.evaluation.text import TextEncoder, read_text
+from groundlm.model.loading import load_model
+from groundlm.models import resolve_device, versions
+
+DEFAULT_WINDOW_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Score a model: perplexity and bits per byte of token files or a text, and LAMBADA.
+
+    Prints a table and, as the last line, the result as JSON. docs/evaluation.md defines each score.
+    """
+
+    model: str
+    """Model folder: a checkpoint, or anything that `save_pretrained` wrote with its tokenizer."""
+    data: str | None = None
+    """Folder written by `groundlm prepare` with the model's tokenizer."""
+    split: str = "heldout"
+    """Split of `data` to score: `heldout` or `train`."""
+    text: str | None = None
+    """Score this file of plain text (UTF-8) instead, as one document."""
+    lambada: str | None = None
+    """LAMBADA passages: a JSONL file with the field `text`, or a data set on the hub \
+(EleutherAI/lambada_openai)."""
+    window_tokens: int | None = None
+    """Tokens per window. None: the window the model was trained with, else 2048 or the model's \
+limit."""
+    stride_tokens: int | None = None
+    """Tokens from one window to the next; the overlap is read again but scored once. None: the \
+window, so no overlap."""
+    state: Literal["reset", "carry"] = "reset"
+    """State at the start of a window: zero, or carried over from the window before (recurrent \
+models; read row after row, so slower)."""
+    whole_documents: bool = False
+    """Read every document by itself from its first token to its last (recurrent models)."""
+    limit_tokens: int | None = None
+    """LAMBADA: read at most so many tokens of a passage. None: the model's own limit; a recurrent \
+model has none."""
+    batch_size: int = 16
+    """Windows or passages read side by side; it does not change the result."""
+    out: str | None = None
+    """Also write the result to this file, as JSON."""
+    items_out: str | None = None
+    """Write LAMBADA's per-passage results here, as JSON lines. None: beside `out`, else to \
+`eval/` of the run that the model is a checkpoint of."""
+    device: str = "auto"
+    """`cpu`, `cuda`, ...; `auto` takes a GPU if there is one."""
+    dtype: str = "float32"
+    """Dtype of the weights: `float32`, `bfloat16`, or `auto` (as on disk)."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to score and what is known of them."""
+
+    stream: TokenStream
+    prefix_id: int
+    eos_token_id: int | None
+    utf8_bytes: int
+    unigram_nats: np.ndarray | None
+    named: dict[str, Any]
+    """Where it is from, for the result."""
+
+
+def run_eval(config: EvalConfig) -> dict[str, Any]:
+    """`evaluate`, then print a table and, as the last line of stdout, the result as JSON."""
+    result = evaluate(config)
+    Console().print(result_table(result))
+    print(json.dumps(result))
+    return result
+
+
+def evaluate(config: EvalConfig) -> dict[str, Any]:
+    """Score a model and write the files that were asked for; returns the result.
+
+    Raises:
+        UserError: a model, split, text, window or file that does not fit.
+    """
+    _check(config)
+    out, items_out = _result_files(config)
+    split = None if config.data is None else TokenSplit.open(config.data, config.split)
+    passages = None if config.lambada is None else read_passages(config.lambada)
+    model = load_model(config.model, config.dtype, resolve_device(config.device))
+    check_head(model)
+    tokenizer = load_tokenizer(config.model)
+    encoder = TextEncoder(tokenizer)
+    result: dict[str, Any] = {
+        "model": config.model,
+        "model_type": model.config.model_type,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": config.dtype,
+        "device": str(model.device),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "prefix": encoder.policy,
+    }
+    if config.data is not None or config.text is not None:
+        corpus = _corpus(config, split, encoder, result["tokenizer_sha256"])
+        result |= score_corpus(model, corpus, _reading(config, model), config.batch_size)
+    items = None
+    if passages is not None:
+        result["lambada"], items = _lambada(config, model, tokenizer, passages, items_out)
+    result |= {"versions": versions(), "commit": record.git_commit()}
+    if items_out is not None and items is not None:
+        record.write_json_lines(items_out, items)
+    if out is not None:
+        record.write_json(out, result)
+    return result
+
+
+def _check(config: EvalConfig) -> None:
+    if config.batch_size < 1:
+        raise UserError(f"--batch-size is {config.batch_size}: it must be at least 1")
+    if config.data is not None and config.text is not None:
+        raise UserError("--data and --text are both given: score one at a time")
+    if config.data is None and config.text is None and config.lambada is None:
+        raise UserError("nothing to score: give --data, --text or --lambada")
+    if config.limit_tokens is not None and config.limit_tokens < 1:
+        raise UserError(f"--limit-tokens is {config.limit_tokens}: it must be at least 1")
+    window = 1 if config.window_tokens is None else config.window_tokens
+    if window < 1:
+        raise UserError(f"--window-tokens is {window}: it must be at least 1")
+
+
+def _result_files(config: EvalConfig) -> tuple[Path | None, Path | None]:
+    """Where the result and LAMBADA's items go, made sure of before any work is done."""
+    out = None if config.out is None else Path(config.out)
+    items = None if config.items_out is None else Path(config.items_out)
+    run = record.run_folder(config.model)
+    if items is None and config.lambada is not None:
+        if out is not None:
+            items = out.with_name(f"{out.stem}.lambada.jsonl")
+        elif run is not None and run.is_dir():
+            items = run / "eval" / f"{Path(config.model).resolve().name}.lambada.jsonl"
+    for path in (out, items):
+        if path is not None:
+            record.make_folder_of(path)
+    return out, items
+
+
+def _reading(config: EvalConfig, model: PreTrainedModel) -> Reading:
+    window = config.window_tokens
+    if window is None:
+        limit = context_limit(model) or DEFAULT_WINDOW_TOKENS
+        trained = record.trained_window(config.model)
+        window = trained or min(DEFAULT_WINDOW_TOKENS, limit)
+    reading = Reading(window, config.stride_tokens, config.state, config.whole_documents)
+    reading.check(model)
+    return reading
+
+
+def _corpus(
+    config: EvalConfig, split: TokenSplit | None, encoder: TextEncoder, tokenizer: str
+) -> Corpus:
+    if split is None:
+        assert config.text is not None
+        text = read_text(config.text)
+        stream = TokenList(np.array(encoder.encode(text), dtype=np.int64))
+        if not stream.tokens:
+            raise UserError(f"text {config.text} has no tokens")
+        named = {"text": config.text}
+        return Corpus(stream, encoder.prefix_id, None, len(text.encode()), None, named)
+    theirs = split.manifest.tokenizer.sha256
+    if tokenizer != theirs:
+        raise UserError(
+            f"the tokenizer of {config.model} (sha256 {tokenizer[:12]}) is not the one that made "
+            f"the token files ({theirs[:12]})"
+        )
+    assert config.data is not None
+    unigram = unigram_nats(TokenSplit.open(config.data, "train"))
+    named = {"data": config.data, "split": config.split}
+    eos = split.eos_token_id
+    return Corpus(split, eos, eos, split.utf8_bytes, unigram, named)
+
+
+def score_corpus(
+    model: PreTrainedModel, corpus: Corpus, reading: Reading, batch_size: int
+) -> dict[str, Any]:
+    """Perplexity and what belongs to it, for a result; needs memory for one batch and the sums."""
+    tally = Tally(corpus.stream, corpus.eos_token_id, corpus.unigram_nats)
+    started = time.perf_counter()
+    rows = reading.rows(corpus.stream)
+    for scored in walk(model, corpus.stream, rows, corpus.prefix_id, batch_size):
+        tally.add(scored)
+    seconds = time.perf_counter() - started
+    interval = tally.interval()
+    result = corpus.named | {
+        "window_tokens": reading.window_tokens,
+        "stride_tokens": reading.stride,
+        "state": reading.policy,
+        "tokens": tally.tokens,
+        "documents": len(corpus.stream.document_ends),
+        "utf8_bytes": corpus.utf8_bytes,
+        "nats_per_token": tally.nats_per_token,
+        "nats_per_token_interval": interval,
+        "perplexity": perplexity_of(tally.nats_per_token),
+        "perplexity_interval": interval and [perplexity_of(x) for x in interval],
+        "bits_per_byte": bits_per_byte(tally.text_nats, corpus.utf8_bytes),
+        "loss_by_context": tally.by_context(),
+        "seconds": round(seconds, 3),
+        "tokens_per_s": tally.tokens / seconds,
+    }
+    if corpus.unigram_nats is not None:
+        unigram = bits_per_byte(tally.unigram_text_nats, corpus.utf8_bytes)
+        result["unigram_bits_per_byte"] = unigram
+    return result
+
+
+def _lambada(
+    config: EvalConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    passages: list[str],
+    items_out: Path | None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    started = time.perf_counter()
+    scores = score_lambada(model, tokenizer, passages, config.batch_size, config.limit_tokens)
+    items = scores.pop("items")
+    named = {"source": config.lambada, "items": None if items_out is None else str(items_out)}
+    return named | scores | {"seconds": round(time.perf_counter() - started, 3)}, items

@@ -1,0 +1,109 @@
+"""From rows of tokens to nats of their targets, with logits for a slice of positions at a time.
+
+Works for every transformers causal language model whose head is one matrix (and bias) over its base
+model's last hidden state; `check_head` holds a model against that.
+
+B rows, T positions, N targets, E width that the head reads, W vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groundlm.errors import UserError
+from groundlm.model.modeling import GPNForCausalLM
+
+SLICE_LOGITS = 1 << 22
+"""Logits held at a time while scoring: 16 MiB in float32."""
+CHECKED_TOKENS = 8
+HEAD_TOLERANCE_NATS = 1e-2
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether all that the model knows of the past is a state of constant size."""
+    layers = getattr(model.config, "layer_types", None) or []
+    return model._is_stateful and "full_attention" not in layers
+
+
+def context_limit(model: PreTrainedModel) -> int | None:
+    """Most tokens that the model can read at once; None for a recurrent model, which has no such
+    limit, and for one that names none."""
+    if is_recurrent(model):
+        return None
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def read(
+    model: PreTrainedModel, input_ids_BT: Tensor, cache: Any = None, keep_cache: bool = False
+) -> tuple[Tensor, Any]:
+    """What the head reads, [B, T, E], and with `keep_cache` the state to go on from, else None.
+
+    Rows may be padded on the right: no model looks ahead, so what stands behind a position does not
+    change it.
+    """
+    arguments = {} if cache is None else {"cache": cache}
+    out = model.base_model(input_ids=input_ids_BT, use_cache=keep_cache, **arguments)
+    hidden = out.last_hidden_state
+    if isinstance(model, GPNForCausalLM):
+        hidden = model.model.decoder_hidden(hidden)
+    return hidden, out.cache if keep_cache else None
+
+
+def logit_slices(
+    model: PreTrainedModel, hidden_NE: Tensor, targets_N: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits [n, W] and targets [n] of consecutive slices of the rows; the logits in float32, or
+    float64 for a float64 model."""
+    head = model.get_output_embeddings()
+    weight = head.weight
+    bias = head.bias if isinstance(head, nn.Linear) else None
+    rows = max(1, SLICE_LOGITS // weight.shape[0])
+    for rows_NE, targets in zip(hidden_NE.split(rows), targets_N.split(rows), strict=True):
+        logits = F.linear(rows_NE.to(weight.dtype), weight, bias)
+        yield logits.to(torch.promote_types(logits.dtype, torch.float32)), targets
+
+
+def target_nats(model: PreTrainedModel, hidden_NE: Tensor, targets_N: Tensor) -> Tensor:
+    """Negative log-likelihood of each target in nats, [N], float32 or float64 as the logits."""
+    slices = logit_slices(model, hidden_NE, targets_N)
+    return torch.cat([F.cross_entropy(x, y, reduction="none") for x, y in slices])
+
+
+def target_is_top(model: PreTrainedModel, hidden_NE: Tensor, targets_N: Tensor) -> Tensor:
+    """Whether each target is the most likely token, bool [N]."""
+    slices = logit_slices(model, hidden_NE, targets_N)
+    return torch.cat([x.argmax(-1) == y for x, y in slices])
+
+
+@torch.inference_mode()
+def token_nats(model: PreTrainedModel, input_ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """Negative log-likelihood of each target in nats, [B, T], float32 or float64."""
+    hidden_BTE, _ = read(model, input_ids_BT)
+    nats_N = target_nats(model, hidden_BTE.flatten(0, 1), targets_BT.flatten())
+    return nats_N.view(targets_BT.shape)
+
+
+@torch.inference_mode()
+def check_head(model: PreTrainedModel) -> None:
+    """Raise `UserError` if the model's own logits are not those that are scored here.
+
+    That is so where a model scales or caps its logits; scoring it as if it did not would be wrong.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    ids_1T = torch.arange(CHECKED_TOKENS + 1, device=model.device)[None] % size
+    inputs_1T, targets_1T = ids_1T[:, :-1], ids_1T[:, 1:]
+    own = model(input_ids=inputs_1T, use_cache=False).logits[0].double()
+    own_nats = F.cross_entropy(own, targets_1T[0], reduction="none")
+    apart = (token_nats(model, inputs_1T, targets_1T)[0].double() - own_nats).abs().max()
+    allowed = HEAD_TOLERANCE_NATS * own_nats.abs().max().clamp_min(1)
+    if bool((apart > allowed).any()):
+        raise UserError(
+            f"models of type {model.config.model_type} change their logits after the head "
+            f"({float(apart):.3f} nats apart): they cannot be scored here"
+        )
