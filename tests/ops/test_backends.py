@@ -1,8 +1,11 @@
 """Which backend walks a window, and what is said about it; compiled code and its absence."""
 
+import functools
+import gc
 import logging
 import shutil
 import subprocess
+import weakref
 
 import pytest
 import torch
@@ -10,7 +13,16 @@ from problems import Problem, assert_same
 
 from groundlm.errors import UserError
 from groundlm.model.state import GPNState
-from groundlm.ops import BACKENDS, grounded_scan, native, resolve_backend, scan, stages
+from groundlm.ops import (
+    BACKENDS,
+    fused_forward,
+    fused_run,
+    grounded_scan,
+    native,
+    resolve_backend,
+    scan,
+    stages,
+)
 from groundlm.ops.fused import ScanSettings, fused_scan, settings_in_use, use_settings
 from groundlm.ops.reference import reference_scan
 
@@ -135,3 +147,60 @@ def test_compiled_and_plain_agree_in_float32(monkeypatch):
     assert_same(problem.run(fused_scan, settings=ScanSettings(compiled=False)), compiled, 1e-4)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert_same(problem.run(fused_scan), compiled, 1e-4)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("time", [1, 16, 17, 100])
+def test_recompute_changes_nothing(backend, time):
+    problem = Problem(time=time, layers=2, resets=True, mask=True)
+    outputs, grads = problem.run(BACKENDS[backend])
+    cut_outputs, cut_grads = problem.run(BACKENDS[backend], recompute=True)
+    for name, x in outputs.items():
+        assert torch.equal(x, cut_outputs[name]), name
+    assert_same([cut_grads], [grads], 1e-12)
+
+
+def test_recompute_of_the_reference_keeps_less():
+    def kept(recompute):
+        held = []
+        problem = Problem(time=100)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
+            reference_scan(problem.token_BTD, problem.params, problem.carry, recompute=recompute)
+        return sum(x.numel() for x in held)
+
+    assert kept(True) < kept(False) / 5
+
+
+def test_recompute_cuts_the_fused_tape(monkeypatch):
+    taken = []
+    original = fused_run._take_tape
+
+    def noting(s, steps, chunk):
+        taken.append(steps)
+        return original(s, steps, chunk)
+
+    monkeypatch.setattr(fused_run, "_take_tape", noting)
+    problem = Problem(time=400)
+    problem.run(functools.partial(fused_scan, recompute=True))
+    assert max(taken) <= 32
+    assert min(taken) >= 16
+
+
+def test_a_tape_is_freed_with_its_window(monkeypatch):
+    """No cycle keeps it until the garbage collector comes by."""
+    tapes = []
+
+    class Noted(fused_forward.Tape):
+        def __init__(self, *args):
+            super().__init__(*args)
+            tapes.append(weakref.ref(self))
+
+    monkeypatch.setattr(fused_run, "Tape", Noted)
+    gc.disable()
+    try:
+        problem = Problem(time=41, dtype=torch.float32)
+        problem.run(fused_scan, settings=ScanSettings(spare_bytes=0))
+        assert len(tapes) == 1
+        assert tapes[0]() is None
+    finally:
+        gc.enable()

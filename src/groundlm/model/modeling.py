@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -267,27 +266,15 @@ class GPNModel(GPNPreTrainedModel):
         params, time = self.cell_params(), token_BTD.shape[1]
         if time == 1 and resets_BT is None and mask_BT is None:
             return _single_step(token_BTD, params, start)
-        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
-            return grounded_scan(
-                token_BTD, params, start, resets_BT, mask_BT, backend=self.scan_backend
-            )
-        # Keep the state at the end of each segment only, and walk a segment again on the way back:
-        # segments of about sqrt(T) tokens make both parts equally large.
-        length = math.isqrt(time - 1) + 1 if time else 1
-        parts, state = [], start
-        for i in range(0, max(time, 1), length):
-            part, state = checkpoint(
-                grounded_scan,
-                token_BTD[:, i : i + length],
-                params,
-                state,
-                None if resets_BT is None else resets_BT[:, i : i + length],
-                None if mask_BT is None else mask_BT[:, i : i + length],
-                self.scan_backend,
-                use_reentrant=False,
-            )
-            parts.append(part)
-        return torch.cat(parts, 1), state
+        return grounded_scan(
+            token_BTD,
+            params,
+            start,
+            resets_BT,
+            mask_BT,
+            backend=self.scan_backend,
+            recompute=self.gradient_checkpointing and torch.is_grad_enabled(),
+        )
 
 
 ARGUMENTS = (

@@ -59,6 +59,7 @@ def fused_scan(
     carry: Carry,
     resets_BT: Tensor | None = None,
     mask_BT: Tensor | None = None,
+    recompute: bool = False,
     settings: ScanSettings | None = None,
 ) -> tuple[Tensor, Carry]:
     """Walk the window; see `groundlm.ops.grounded_scan` for the contract.
@@ -77,6 +78,7 @@ def fused_scan(
         has_memory=carry[2] is not None,
         resets_BT=resets_BT,
         mask_BT=mask_BT,
+        recompute=recompute,
         settings=settings or _settings,
         matrix_dtype=_matrix_dtype(token_BTD, params),
         keep=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),

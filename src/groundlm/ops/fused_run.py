@@ -21,6 +21,7 @@ from groundlm.ops.fused_forward import (
 )
 from groundlm.ops.lazy_memory import chunk_tokens
 from groundlm.ops.packed_linear import PackedLinear, product
+from groundlm.ops.reference import segment_tokens
 from groundlm.ops.stages import Sizes, empty
 
 
@@ -51,6 +52,8 @@ class Call:
     has_memory: bool
     resets_BT: Tensor | None
     mask_BT: Tensor | None
+    recompute: bool
+    """Keep no more than about sqrt(T) tokens, whatever the memory budget."""
     settings: ScanSettings
     matrix_dtype: torch.dtype
     keep: bool
@@ -200,9 +203,12 @@ class Run:
         """Tokens per tape: the window, what the budget allows, or a chunk if nothing is kept."""
         if not self.call.keep:
             return self.chunk
-        budget = self.call.settings.memory_budget_bytes
-        chunks = budget // tape_bytes_per_token(self.sizes, self.chunk) // self.chunk
-        return min(time, max(1, chunks) * self.chunk)
+        most = self.call.settings.memory_budget_bytes // tape_bytes_per_token(
+            self.sizes, self.chunk
+        )
+        if self.call.recompute:
+            most = min(most, segment_tokens(time))
+        return min(time, max(1, most // self.chunk) * self.chunk)
 
     def _window(self, inputs: Inputs, time: int) -> Window:
         s, named = self.sizes, inputs.named

@@ -99,7 +99,7 @@ def prefers_onednn() -> bool:
 @cache
 def made_by_intel() -> bool:
     """Whether the processor is Intel's, or torch cannot tell."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return "Intel" in str(capabilities.get("cpu_name", "Intel"))
 
 

@@ -1,7 +1,10 @@
 """The reference scan: the cell, once per token, under autograd."""
 
+import math
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from groundlm.model import cell
 from groundlm.model.cell import Carry, CellParams
@@ -13,8 +16,34 @@ def reference_scan(
     carry: Carry,
     resets_BT: Tensor | None = None,
     mask_BT: Tensor | None = None,
+    recompute: bool = False,
 ) -> tuple[Tensor, Carry]:
     """Walk the window token by token; see `groundlm.ops.grounded_scan` for the contract."""
+    if not recompute:
+        return _walk(token_BTD, params, carry, resets_BT, mask_BT)
+    outputs, length = [], segment_tokens(token_BTD.shape[1])
+    for first in range(0, token_BTD.shape[1], length):
+        part = slice(first, first + length)
+        flags = (None if x is None else x[:, part] for x in (resets_BT, mask_BT))
+        predicted_BTD, carry = checkpoint(
+            _walk, token_BTD[:, part], params, carry, *flags, use_reentrant=False
+        )
+        outputs.append(predicted_BTD)
+    return torch.cat(outputs, 1), carry
+
+
+def segment_tokens(time: int) -> int:
+    """Tokens per recomputed segment, about sqrt(T): as many states are kept as a segment has."""
+    return math.isqrt(time - 1) + 1
+
+
+def _walk(
+    token_BTD: Tensor,
+    params: CellParams,
+    carry: Carry,
+    resets_BT: Tensor | None,
+    mask_BT: Tensor | None,
+) -> tuple[Tensor, Carry]:
     predicted, grounded, memory = carry
     outputs = []
     for t in range(token_BTD.shape[1]):

@@ -16,7 +16,7 @@ from groundlm.ops.reference import reference_scan
 logger = logging.getLogger(__name__)
 
 Scan = Callable[
-    [Tensor, CellParams, Carry, Tensor | None, Tensor | None],
+    [Tensor, CellParams, Carry, Tensor | None, Tensor | None, bool],
     tuple[Tensor, Carry],
 ]
 
@@ -73,6 +73,7 @@ def grounded_scan(
     resets_BT: Tensor | None = None,
     mask_BT: Tensor | None = None,
     backend: str = "auto",
+    recompute: bool = False,
 ) -> tuple[Tensor, GPNState]:
     """Walk a window of T >= 1 tokens through the recurrence.
 
@@ -84,6 +85,8 @@ def grounded_scan(
         resets_BT: bool [B, T]; True makes state and memory zero before that token.
         mask_BT: bool [B, T]; False leaves the state as it was (padding). A reset still applies.
         backend: `auto` or a name of `BACKENDS`.
+        recompute: keep the state every sqrt(T) tokens or so for the backward, which walks each
+            segment between them again: less memory, more time, the same numbers.
 
     Returns:
         The predicted states s^p_t [B, T, D] (at a masked position: the state carried over it), and
@@ -107,7 +110,7 @@ def grounded_scan(
     carry = (state.predicted_BD, state.grounded_BD, state.memory_BHKV)
     scan = BACKENDS[backend_for(backend, token_BTD, params, carry)]
     predicted_BTD, (predicted, grounded, memory) = scan(
-        token_BTD, params, carry, resets_BT, mask_BT
+        token_BTD, params, carry, resets_BT, mask_BT, recompute
     )
     final = replace(
         state,

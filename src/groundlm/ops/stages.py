@@ -21,7 +21,6 @@ from torch import Tensor
 
 from groundlm.model.cell import CellParams
 
-
 DOT_ROWS = 256
 
 
