@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from passages import PASSAGES, answered_right, write_passages
@@ -14,19 +16,7 @@ from groundlm.model.loading import load_model
 
 pytest.importorskip("lm_eval", reason="the harness is an extra: pip install 'groundlm[harness]'")
 
-# lm-eval's lambada_openai, on a local file; trailing white space is dropped first.
-TASK = """
-task: local_lambada
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{text.rstrip().split(' ')[:-1]|join(' ')}}"
-doc_to_target: "{{' '+text.rstrip().split(' ')[-1]}}"
-metric_list:
-  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-"""
+DOCS = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
 @pytest.fixture
@@ -34,7 +24,10 @@ def task_folder(tmp_path, monkeypatch):
     folder = tmp_path / "tasks"
     folder.mkdir()
     passages = write_passages(tmp_path / "passages.jsonl")
-    (folder / "local_lambada.yaml").write_text(TASK.replace("FILE", str(passages)))
+    (task,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
+    task = task.replace("lambada_test.jsonl", str(passages))
+    # White space after the last word, which one passage has, is dropped by us and not by the task.
+    (folder / "task.yaml").write_text(task.replace("text.split", "text.rstrip().split"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     return folder
 
@@ -47,15 +40,15 @@ def run_task(folder, model, **arguments):
     results = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,
-        tasks=["local_lambada"],
+        tasks=["lambada_local"],
         batch_size=4,
         device="cpu",
         bootstrap_iters=0,
         log_samples=True,
-        task_manager=TaskManager(include_path=str(folder)),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
     )
-    samples = sorted(results["samples"]["local_lambada"], key=lambda sample: sample["doc_id"])
-    return results["results"]["local_lambada"], [tuple(s["filtered_resps"][0]) for s in samples]
+    samples = sorted(results["samples"]["lambada_local"], key=lambda sample: sample["doc_id"])
+    return results["results"]["lambada_local"], [tuple(s["filtered_resps"][0]) for s in samples]
 
 
 @pytest.fixture
@@ -112,10 +105,10 @@ def test_rolling_and_generation(checkpoint):
 def test_command_line_of_the_harness_knows_our_models(checkpoint, task_folder, tmp_path):
     command = [
         sys.executable, "-m", "groundlm.evaluation.harness", "--model", "hf", "--model_args",
-        f"pretrained={checkpoint}", "--tasks", "local_lambada", "--include_path",
+        f"pretrained={checkpoint}", "--tasks", "lambada_local", "--include_path",
         str(task_folder), "--device", "cpu", "--output_path", str(tmp_path / "out"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (result,) = (tmp_path / "out").rglob("results*.json")
-    assert "local_lambada" in json.loads(result.read_text())["results"]
+    assert "lambada_local" in json.loads(result.read_text())["results"]

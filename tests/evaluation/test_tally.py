@@ -21,7 +21,7 @@ def test_sums_by_text_document_and_context():
     unigram = np.arange(10.0)
     tally = Tally(Stream(), eos_token_id=9, unigram_nats=unigram)
     tally.add(scored([0, 1, 2], [3, 9, 4], [1, 2, 3], [1.0, 2.0, 4.0]))
-    tally.add(scored([99, 4], [5, 9], [8, 9], [8.0, 16.0]))
+    tally.add(scored([99, 4], [5, 9], [9, 10], [8.0, 16.0]))
     assert (tally.nats, tally.tokens, tally.nats_per_token) == (31, 5, 6.2)
     assert (tally.text_nats, tally.unigram_text_nats) == (1 + 4 + 8, 3 + 4 + 5)
     assert tally.document_nats.tolist() == [3, 4 + 16, 8]
@@ -30,7 +30,7 @@ def test_sums_by_text_document_and_context():
         {"from": 1, "to": 1, "tokens": 1, "nats": 1.0},
         {"from": 2, "to": 2, "tokens": 1, "nats": 2.0},
         {"from": 3, "to": 3, "tokens": 1, "nats": 4.0},
-        {"from": 8, "to": 9, "tokens": 2, "nats": 12.0},
+        {"from": 9, "to": 10, "tokens": 2, "nats": 12.0},
     ]
 
 
@@ -52,6 +52,7 @@ def test_bands_hold_every_context_once(longest):
     assert (np.diff(bands) > 0).all()
     assert bands[-1] > longest
     assert np.diff(bands).max() <= max(1, bands[-2] / 4)
+    assert {2**k + 1 for k in range(12) if 2**k + 1 <= bands[-1]} <= set(bands)
 
 
 def test_interval_covers_the_mean_as_often_as_it_says():

@@ -102,25 +102,29 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         UserError: a model, split, text, window or file that does not fit.
     """
     _check(config)
-    out, items_out = _result_files(config)
     split = None if config.data is None else TokenSplit.open(config.data, config.split)
     passages = None if config.lambada is None else read_passages(config.lambada)
     model = load_model(config.model, config.dtype, resolve_device(config.device))
     check_head(model)
     tokenizer = load_tokenizer(config.model)
     encoder = TextEncoder(tokenizer)
+    tokenizer_sha = tokenizer_sha256(tokenizer)
+    corpus = None
+    if config.data is not None or config.text is not None:
+        corpus = _corpus(config, split, encoder, tokenizer_sha)
+        reading = _reading(config, model)
+    out, items_out = _result_files(config)
     result: dict[str, Any] = {
         "model": config.model,
         "model_type": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": config.dtype,
         "device": str(model.device),
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "tokenizer_sha256": tokenizer_sha,
         "prefix": encoder.policy,
     }
-    if config.data is not None or config.text is not None:
-        corpus = _corpus(config, split, encoder, result["tokenizer_sha256"])
-        result |= score_corpus(model, corpus, _reading(config, model), config.batch_size)
+    if corpus is not None:
+        result |= score_corpus(model, corpus, reading, config.batch_size)
     items = None
     if passages is not None:
         result["lambada"], items = _lambada(config, model, tokenizer, passages, items_out)
@@ -147,7 +151,7 @@ def _check(config: EvalConfig) -> None:
 
 
 def _result_files(config: EvalConfig) -> tuple[Path | None, Path | None]:
-    """Where the result and LAMBADA's items go, made sure of before any work is done."""
+    """Where the result and LAMBADA's items go, made sure of before anything is scored."""
     out = None if config.out is None else Path(config.out)
     items = None if config.items_out is None else Path(config.items_out)
     run = record.run_folder(config.model)
@@ -174,7 +178,7 @@ def _reading(config: EvalConfig, model: PreTrainedModel) -> Reading:
 
 
 def _corpus(
-    config: EvalConfig, split: TokenSplit | None, encoder: TextEncoder, tokenizer: str
+    config: EvalConfig, split: TokenSplit | None, encoder: TextEncoder, tokenizer_sha: str
 ) -> Corpus:
     if split is None:
         assert config.text is not None
@@ -185,10 +189,10 @@ def _corpus(
         named = {"text": config.text}
         return Corpus(stream, encoder.prefix_id, None, len(text.encode()), None, named)
     theirs = split.manifest.tokenizer.sha256
-    if tokenizer != theirs:
+    if tokenizer_sha != theirs:
         raise UserError(
-            f"the tokenizer of {config.model} (sha256 {tokenizer[:12]}) is not the one that made "
-            f"the token files ({theirs[:12]})"
+            f"the tokenizer of {config.model} (sha256 {tokenizer_sha[:12]}) is not the one that "
+            f"made the token files ({theirs[:12]})"
         )
     assert config.data is not None
     unigram = unigram_nats(TokenSplit.open(config.data, "train"))

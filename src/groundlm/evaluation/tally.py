@@ -62,7 +62,7 @@ class Tally:
         """The loss by tokens of context: bands `from` .. `to` with their `tokens` and mean `nats`.
 
         Context counts the tokens of the row that the model had read, so the first target of a
-        window has 1. A band is one number up to 7, then a quarter of an octave.
+        window has 1. A band is one number up to 8, then a quarter of an octave.
         """
         last = [min(int(x) - 1, self._most_context) for x in self._bands[1:]]
         return [
@@ -79,13 +79,15 @@ class Tally:
 
 
 def context_bands(longest: int) -> np.ndarray:
-    """First number of each band of context that `longest` tokens need, and one bound beyond."""
-    bands = list(range(1, 2 * BANDS_PER_OCTAVE))
-    step = 2
-    while bands[-1] <= longest:
-        bands += [step * k for k in range(BANDS_PER_OCTAVE, 2 * BANDS_PER_OCTAVE)]
+    """First number of each band of context that `longest` tokens need, and one bound beyond.
+
+    A power of two, as most windows have, is the last of its band.
+    """
+    last, step = list(range(2 * BANDS_PER_OCTAVE)), 2
+    while last[-1] < longest:
+        last += [step * k for k in range(BANDS_PER_OCTAVE, 2 * BANDS_PER_OCTAVE)]
         step *= 2
-    return np.array(bands, dtype=np.int64)
+    return np.array(last, dtype=np.int64) + 1
 
 
 def bootstrap(
