@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -121,6 +123,7 @@ def bench_generate(config: BenchGenerateConfig) -> dict[str, Any]:
             torch.manual_seed(config.seed)
             model = build().to(device=device, dtype=getattr(torch, dtype)).eval()
             parameters[name] = sum(p.numel() for p in model.parameters())
+            print(f"measuring {name}, {dtype}", file=sys.stderr, flush=True)
             bench = _Bench(model, name, dtype, config, memory_s_per_byte)
             rows += bench.run()
             skipped += bench.skipped
@@ -298,21 +301,22 @@ def _flatness(rows: list[Row]) -> dict[str, float]:
 
 
 def _print_table(rows: list[Row], config: BenchGenerateConfig) -> None:
-    table = Table(title=f"Generation, {config.size} parameters, {config.new_tokens} tokens each")
-    for name in ("model", "weights", "batch", "context", "ms/token", "tokens/s", "carried MiB",
-                 "prompt tokens/s", "of memory bound", "of cache bound"):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("model", "weights") else "right")
+    title = f"Generation, {config.size} parameters, {config.new_tokens} tokens each"
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("model", "weights", "batch", "context", "ms per\ntoken", "tokens\nper s",
+                 "carried\nMiB", "prompt\ntokens/s", "of read\nbound"):  # fmt: skip
+        left = name in ("model", "weights")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in sorted(rows, key=lambda r: (r.dtype, r.batch, r.model, r.context_tokens)):
         table.add_row(
             row.model,
             row.dtype,
             str(row.batch),
-            str(row.context_tokens),
+            f"{row.context_tokens:,}",
             f"{row.ms_per_token:.3f}",
-            f"{row.tokens_per_s:.1f}",
-            f"{row.carried_bytes / (1 << 20):.2f}",
-            f"{row.prompt_tokens_per_s:.0f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.carried_bytes / (1 << 20):,.2f}",
+            f"{row.prompt_tokens_per_s:,.0f}",
             f"{row.share_of_memory_bound:.0%}",
-            f"{row.share_of_cache_bound:.0%}",
         )
     Console().print(table)
