@@ -243,3 +243,12 @@ def test_tokenizer_of_the_result_is_that_of_the_folder(run_eval, checkpoint, tmp
     (tmp_path / "a.txt").write_text("the state")
     result = run_eval("--text", tmp_path / "a.txt")
     assert result["tokenizer_sha256"] == tokenizer_sha256(load_tokenizer(str(checkpoint)))
+
+
+def test_model_with_too_small_a_vocabulary(tiny, checkpoint, refusal, token_data, tmp_path):
+    tiny(vocab_size=200, dtype=torch.float32).save_pretrained(checkpoint)
+    (tmp_path / "a.txt").write_text("the state reads the memory")
+    assert "vocabulary of 300, the model of 200" in refusal("--data", token_data)
+    assert "the model's vocabulary has 200" in refusal("--text", tmp_path / "a.txt")
+    passages = write_passages(tmp_path / "a.jsonl")
+    assert "the model's vocabulary has 200" in refusal("--lambada", passages)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -16,13 +15,12 @@ from groundlm.data.tokenizer import load_tokenizer, tokenizer_sha256
 from groundlm.data.windows import TokenSplit
 from groundlm.errors import UserError
 from groundlm.evaluation import record
+from groundlm.evaluation.corpus import score_corpus, split_corpus, text_corpus
 from groundlm.evaluation.lambada import read_passages, score_lambada
-from groundlm.evaluation.perplexity import bits_per_byte, unigram_nats
-from groundlm.evaluation.reading import Reading, TokenList, TokenStream, walk
-from groundlm.evaluation.scoring import check_head, context_limit
+from groundlm.evaluation.reading import Reading
+from groundlm.evaluation.scoring import check_head, context_limit, vocabulary_rows
 from groundlm.evaluation.table import result_table
-from groundlm.evaluation.tally import Tally, perplexity_of
-from groundlm.evaluation.text import TextEncoder, read_text
+from groundlm.evaluation.text import TextEncoder
 from groundlm.model.loading import load_model
 from groundlm.models import resolve_device, versions
 
@@ -55,7 +53,7 @@ limit."""
 window, so no overlap."""
     state: Literal["reset", "carry"] = "reset"
     """State at the start of a window: zero, or carried over from the window before (recurrent \
-models; read row after row, so slower)."""
+models; one window after the other, so slower)."""
     whole_documents: bool = False
     """Read every document by itself from its first token to its last (recurrent models)."""
     limit_tokens: int | None = None
@@ -72,19 +70,6 @@ model has none."""
     """`cpu`, `cuda`, ...; `auto` takes a GPU if there is one."""
     dtype: str = "float32"
     """Dtype of the weights: `float32`, `bfloat16`, or `auto` (as on disk)."""
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Tokens to score and what is known of them."""
-
-    stream: TokenStream
-    prefix_id: int
-    eos_token_id: int | None
-    utf8_bytes: int
-    unigram_nats: np.ndarray | None
-    named: dict[str, Any]
-    """Where it is from, for the result."""
 
 
 def run_eval(config: EvalConfig) -> dict[str, Any]:
@@ -107,12 +92,15 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     model = load_model(config.model, config.dtype, resolve_device(config.device))
     check_head(model)
     tokenizer = load_tokenizer(config.model)
-    encoder = TextEncoder(tokenizer)
+    encoder = TextEncoder(tokenizer, vocabulary_rows(model))
     tokenizer_sha = tokenizer_sha256(tokenizer)
     corpus = None
-    if config.data is not None or config.text is not None:
-        corpus = _corpus(config, split, encoder, tokenizer_sha)
-        reading = _reading(config, model)
+    if split is not None:
+        _check_fit(config, split, tokenizer_sha, vocabulary_rows(model))
+        corpus = split_corpus(split, config.data, config.split)
+    elif config.text is not None:
+        corpus = text_corpus(config.text, encoder)
+    reading = _reading(config, model)
     out, items_out = _result_files(config)
     result: dict[str, Any] = {
         "model": config.model,
@@ -177,61 +165,17 @@ def _reading(config: EvalConfig, model: PreTrainedModel) -> Reading:
     return reading
 
 
-def _corpus(
-    config: EvalConfig, split: TokenSplit | None, encoder: TextEncoder, tokenizer_sha: str
-) -> Corpus:
-    if split is None:
-        assert config.text is not None
-        text = read_text(config.text)
-        stream = TokenList(np.array(encoder.encode(text), dtype=np.int64))
-        if not stream.tokens:
-            raise UserError(f"text {config.text} has no tokens")
-        named = {"text": config.text}
-        return Corpus(stream, encoder.prefix_id, None, len(text.encode()), None, named)
+def _check_fit(config: EvalConfig, split: TokenSplit, tokenizer_sha: str, rows: int) -> None:
     theirs = split.manifest.tokenizer.sha256
     if tokenizer_sha != theirs:
         raise UserError(
             f"the tokenizer of {config.model} (sha256 {tokenizer_sha[:12]}) is not the one that "
             f"made the token files ({theirs[:12]})"
         )
-    assert config.data is not None
-    unigram = unigram_nats(TokenSplit.open(config.data, "train"))
-    named = {"data": config.data, "split": config.split}
-    eos = split.eos_token_id
-    return Corpus(split, eos, eos, split.utf8_bytes, unigram, named)
-
-
-def score_corpus(
-    model: PreTrainedModel, corpus: Corpus, reading: Reading, batch_size: int
-) -> dict[str, Any]:
-    """Perplexity and what belongs to it, for a result; needs memory for one batch and the sums."""
-    tally = Tally(corpus.stream, corpus.eos_token_id, corpus.unigram_nats)
-    started = time.perf_counter()
-    rows = reading.rows(corpus.stream)
-    for scored in walk(model, corpus.stream, rows, corpus.prefix_id, batch_size):
-        tally.add(scored)
-    seconds = time.perf_counter() - started
-    interval = tally.interval()
-    result = corpus.named | {
-        "window_tokens": reading.window_tokens,
-        "stride_tokens": reading.stride,
-        "state": reading.policy,
-        "tokens": tally.tokens,
-        "documents": len(corpus.stream.document_ends),
-        "utf8_bytes": corpus.utf8_bytes,
-        "nats_per_token": tally.nats_per_token,
-        "nats_per_token_interval": interval,
-        "perplexity": perplexity_of(tally.nats_per_token),
-        "perplexity_interval": interval and [perplexity_of(x) for x in interval],
-        "bits_per_byte": bits_per_byte(tally.text_nats, corpus.utf8_bytes),
-        "loss_by_context": tally.by_context(),
-        "seconds": round(seconds, 3),
-        "tokens_per_s": tally.tokens / seconds,
-    }
-    if corpus.unigram_nats is not None:
-        unigram = bits_per_byte(tally.unigram_text_nats, corpus.utf8_bytes)
-        result["unigram_bits_per_byte"] = unigram
-    return result
+    if split.vocab_size > rows:
+        raise UserError(
+            f"the token files have a vocabulary of {split.vocab_size:,}, the model of {rows:,}"
+        )
 
 
 def _lambada(

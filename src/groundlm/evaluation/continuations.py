@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from groundlm.errors import UserError
-from groundlm.evaluation.scoring import read, target_is_top, target_nats
+from groundlm.evaluation.scoring import evaluating, read, target_is_top, target_nats
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,16 @@ def score_continuations(
             what = "continuation" if context else "context"
             raise UserError(f"the {what} of item {i} has no tokens")
         pieces += list(_pieces(i, context, continuation, limit_tokens))
-    was_training = model.training
-    model.eval()
     nats: list[list[np.ndarray]] = [[] for _ in pairs]
     is_top: list[list[np.ndarray]] = [[] for _ in pairs]
     # The blocks of one pair are equally long, so a stable sort keeps their order.
     order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i].inputs))
-    for first in range(0, len(order), batch_size):
-        batch = [pieces[i] for i in order[first : first + batch_size]]
-        for piece, piece_nats, piece_top in zip(batch, *_score(model, batch), strict=True):
-            nats[piece.pair].append(piece_nats)
-            is_top[piece.pair].append(piece_top)
-    model.train(was_training)
+    with evaluating(model):
+        for first in range(0, len(order), batch_size):
+            batch = [pieces[i] for i in order[first : first + batch_size]]
+            for piece, piece_nats, piece_top in zip(batch, *_score(model, batch), strict=True):
+                nats[piece.pair].append(piece_nats)
+                is_top[piece.pair].append(piece_top)
     return [
         Continuation(
             np.concatenate(nats[i]),

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, StopStringCriteria
 from groundlm.data.tokenizer import load_tokenizer
 from groundlm.errors import UserError
 from groundlm.evaluation.continuations import score_continuations
-from groundlm.evaluation.scoring import context_limit
+from groundlm.evaluation.scoring import context_limit, vocabulary_rows
 from groundlm.evaluation.text import TextEncoder
 from groundlm.model.loading import load_model
 from groundlm.models import resolve_device
@@ -64,7 +64,7 @@ class HarnessModel(LM):
         super().__init__()
         self.model = load_model(pretrained, dtype, resolve_device(device or "auto"))
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(pretrained)
-        self.encoder = TextEncoder(self.tokenizer)
+        self.encoder = TextEncoder(self.tokenizer, vocabulary_rows(self.model))
         self.batch_size = 16 if str(batch_size).startswith("auto") else int(batch_size)
         self.max_length = context_limit(self.model) if max_length is None else int(max_length)
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from groundlm.errors import UserError
 from groundlm.evaluation.continuations import score_continuations
-from groundlm.evaluation.scoring import context_limit
+from groundlm.evaluation.scoring import context_limit, vocabulary_rows
 from groundlm.evaluation.tally import perplexity_of
 from groundlm.evaluation.text import TextEncoder
 
@@ -55,7 +55,7 @@ def score_lambada(
     """
     if not items:
         raise UserError("there is no LAMBADA passage to score")
-    encoder = TextEncoder(tokenizer)
+    encoder = TextEncoder(tokenizer, vocabulary_rows(model))
     limit = context_limit(model) if limit_tokens is None else limit_tokens
     words = [split_last_word(text, index) for index, text in enumerate(items)]
     pairs = [encoder.encode_pair(context, target) for context, target in words]

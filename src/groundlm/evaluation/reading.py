@@ -19,7 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groundlm.errors import UserError
-from groundlm.evaluation.scoring import context_limit, is_recurrent, read, target_nats
+from groundlm.evaluation.scoring import (
+    context_limit,
+    evaluating,
+    is_recurrent,
+    read,
+    target_nats,
+)
 
 
 class TokenStream(Protocol):
@@ -183,14 +189,10 @@ def walk(
 
     `part` (i, n) takes only every n-th group of rows, from the i-th on, for n processes to share.
     """
-    was_training = model.training
-    model.eval()
-    try:
-        groups = rows.groups(batch_size * rows.piece_tokens)
+    groups = rows.groups(batch_size * rows.piece_tokens)
+    with evaluating(model):
         for group in islice(groups, part[0], None, part[1]):
             yield from _walk_group(model, stream, rows, group, prefix_id)
-    finally:
-        model.train(was_training)
 
 
 def _walk_group(

@@ -9,6 +9,7 @@ B rows, T positions, N targets, E width that the head reads, W vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,22 @@ def context_limit(model: PreTrainedModel) -> int | None:
     if is_recurrent(model):
         return None
     return getattr(model.config, "max_position_embeddings", None)
+
+
+def vocabulary_rows(model: PreTrainedModel) -> int:
+    """Number of token ids that the model knows."""
+    return model.get_input_embeddings().weight.shape[0]
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """The model in eval mode, and afterwards in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def read(
@@ -95,8 +112,7 @@ def check_head(model: PreTrainedModel) -> None:
 
     That is so where a model scales or caps its logits; scoring it as if it did not would be wrong.
     """
-    size = model.get_input_embeddings().weight.shape[0]
-    ids_1T = torch.arange(CHECKED_TOKENS + 1, device=model.device)[None] % size
+    ids_1T = torch.arange(CHECKED_TOKENS + 1, device=model.device)[None] % vocabulary_rows(model)
     inputs_1T, targets_1T = ids_1T[:, :-1], ids_1T[:, 1:]
     own = model(input_ids=inputs_1T, use_cache=False).logits[0].double()
     own_nats = F.cross_entropy(own, targets_1T[0], reduction="none")

@@ -19,12 +19,16 @@ class TextEncoder:
     or adds by itself.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Raises `UserError` for a tokenizer without an end-of-sequence token."""
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int | None = None) -> None:
+        """With `vocab_size` (of the model), ids from there up are refused.
+
+        Raises `UserError` for a tokenizer without an end-of-sequence token.
+        """
         if tokenizer.eos_token is None:
             raise UserError("the tokenizer has no end-of-sequence token to read a text after")
         self.prefix_token = str(tokenizer.eos_token)
         self.prefix_id = int(tokenizer.eos_token_id)
+        self._vocab_size = vocab_size
         self._backend = prepared_backend(canonical_json(tokenizer), self.prefix_token)
 
     @property
@@ -33,13 +37,22 @@ class TextEncoder:
         return f"{self.prefix_token} (id {self.prefix_id}), once, before each text"
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone; raises `UserError` for a text that is no valid Unicode."""
+        """Ids of the text alone.
+
+        Raises `UserError` for a text that is no valid Unicode, or an id that the model has not.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             at = error.start
             raise UserError(f"the text is no valid Unicode at character {at}") from None
-        return self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self._vocab_size is not None and max(ids, default=0) >= self._vocab_size:
+            raise UserError(
+                f"the tokenizer gives id {max(ids)}, the model's vocabulary has "
+                f"{self._vocab_size}: they do not belong together"
+            )
+        return ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of the context after the prefix, and of the continuation.
