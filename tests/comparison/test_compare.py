@@ -57,6 +57,7 @@ def test_whole_table(compare_config, token_data, tmp_path, capsys):
         assert run["heldout_tokens"] == manifest["splits"]["heldout"]["tokens"]
         assert run.keys() >= {"seconds", "tokens_per_s", "commit", "versions", "learning_rate"}
         assert 0 <= run["lambada_paper_accuracy"] <= 1
+    assert len({run["perplexity"] for run in results["runs"]}) == 4
     table = (out / "table.md").read_text()
     assert "4 of 4 runs finished" in table
     assert sum(line.startswith(("| grounded |", "| deep |")) for line in table.splitlines()) == 2
