@@ -56,6 +56,7 @@ def test_whole_table(compare_config, token_data, tmp_path, capsys):
         assert run["embedding_parameters"] + run["other_parameters"] == run["parameters"]
         assert run["heldout_tokens"] == manifest["splits"]["heldout"]["tokens"]
         assert run.keys() >= {"seconds", "tokens_per_s", "commit", "versions", "learning_rate"}
+        assert run["trained_with"].keys() >= {"hardware", "threads", "torch"}
         assert 0 <= run["lambada_paper_accuracy"] <= 1
     assert len({run["perplexity"] for run in results["runs"]}) == 4
     table = (out / "table.md").read_text()

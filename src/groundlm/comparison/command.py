@@ -133,6 +133,7 @@ class Comparison:
             "seconds": figures["train_seconds"],
             "tokens_per_s": figures["tokens_per_s"],
             "skipped_steps": figures["skipped_steps"],
+            "trained_with": figures["environment"],
             **scores["figures"],
             "scoring_seconds": scores["scoring_seconds"],
             "commit": scores["commit"],

@@ -36,7 +36,9 @@ class Interrupted(Exception):
 
 
 def finished(run: Run, split: TokenSplit) -> dict[str, Any] | None:
-    """Figures of a run on this split that stands at its last step, with `checkpoint`; else None.
+    """Figures of a run on this split that stands at its last step, else None.
+
+    With them its `checkpoint`, and the `environment` that it was trained in.
 
     Raises `UserError` if the folder's run was made with other settings.
     """
@@ -50,7 +52,8 @@ def finished(run: Run, split: TokenSplit) -> dict[str, Any] | None:
     refuse_changes(run.folder, progress["settings"], settings, regroup=True)
     if progress["step"] < run.train.training.steps:
         return None
-    return progress["figures"] | {"checkpoint": str(newest)}
+    extra = {"checkpoint": str(newest), "environment": progress["environment"]}
+    return progress["figures"] | extra
 
 
 def train(run: Run, split: TokenSplit, launcher: list[str]) -> dict[str, Any]:
