@@ -22,9 +22,24 @@ L2_EPS = 1e-12
 Carry = tuple[Tensor, Tensor, Tensor | None]
 """What one token hands to the next: predicted [B, D], grounded [B, D], memory [B, H, K, V]."""
 
-Observer = Callable[[str, dict[str, Tensor | None]], None]
-"""Listens to a step: called with `write` (the fields of `WriteVectors`) and, for each layer,
-`predict` (the summands `retained`, `ffn` and `read` [B, D])."""
+Tap = Callable[[str, Tensor], Tensor]
+"""Is shown a value of a step by its place and gives back what the step goes on with, as a rule the
+same. Places, in order:
+
+- `token` (e_t), `ground.gate` and `grounded` (s^g), all [B, D];
+- with a memory `write.key` [B, H, K], `write.value` [B, H, V], `write.beta` and `write.log_decay`
+  [B, H], `memory` (after the write) [B, H, K, V];
+- for layer i = 0, 1, ... `predict.i.gate`, `predict.i.ffn`, `predict.i.rest` (the retained state
+  plus the FFN) [B, D], and with a memory `predict.i.query` [B, H, K], `predict.i.answer` (M^T q)
+  [B, H, V], `predict.i.gated` (swish(gate) * rms(answer), before W_o) [B, Y] and `predict.i.read`
+  [B, D];
+- `predicted` (s^p) [B, D].
+"""
+
+
+def untouched(place: str, value: Tensor) -> Tensor:
+    """The tap that leaves every value as it is."""
+    return value
 
 
 class GroundParams(NamedTuple):
@@ -127,18 +142,34 @@ def token_contribution(embedded: Tensor, norm_E: Tensor, proj_DE: Tensor, eps: f
     return linear(rms_norm(embedded.to(dtype), norm_E, eps), proj_DE)
 
 
-def retain(x: Tensor, norm_D: Tensor, gate_DD: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+def retain(
+    x: Tensor,
+    norm_D: Tensor,
+    gate_DD: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    tap: Tap = untouched,
+    place: str = "gate",
+) -> Tensor:
     """`sigmoid(W rms(x) + b) * x`: the gate that both grounding and prediction put on the state."""
-    return torch.sigmoid(linear(rms_norm(x, norm_D, eps), gate_DD, bias_D)) * x
+    gate = torch.sigmoid(linear(rms_norm(x, norm_D, eps), gate_DD, bias_D))
+    return tap(place, gate) * x
 
 
-def ground(token_BD: Tensor, predicted_BD: Tensor, p: GroundParams, eps: float) -> Tensor:
+def ground(
+    token_BD: Tensor, predicted_BD: Tensor, p: GroundParams, eps: float, tap: Tap = untouched
+) -> Tensor:
     """Fuse the observed token into the carried prediction: s^g_t from e_t and s^p_{t-1}."""
-    return retain(predicted_BD, p.gate_norm_D, p.gate_DD, p.gate_bias_D, eps) + token_BD
+    gate = (p.gate_norm_D, p.gate_DD, p.gate_bias_D)
+    return retain(predicted_BD, *gate, eps, tap, "ground.gate") + token_BD
 
 
 def write_vectors(
-    grounded_prev_BD: Tensor, grounded_BD: Tensor, p: MemoryParams, eps: float
+    grounded_prev_BD: Tensor,
+    grounded_BD: Tensor,
+    p: MemoryParams,
+    eps: float,
+    tap: Tap = untouched,
 ) -> WriteVectors:
     """Key from the previous grounded state; value, strength and decay from the current one."""
     heads = p.A_log_H.shape[0]
@@ -146,10 +177,10 @@ def write_vectors(
     key = linear(rms_norm(grounded_prev_BD, p.write_norm_D, eps), p.key_XD, p.key_bias_X)
     rate = F.softplus(linear(here, p.decay_HD, p.dt_bias_H))
     return WriteVectors(
-        key_BHK=l2_norm(per_head(torch.relu(key), heads)),
-        value_BHV=per_head(linear(here, p.value_YD), heads),
-        beta_BH=torch.sigmoid(linear(here, p.beta_HD)),
-        log_decay_BH=-p.A_log_H.to(rate.dtype).exp() * rate,
+        key_BHK=tap("write.key", l2_norm(per_head(torch.relu(key), heads))),
+        value_BHV=tap("write.value", per_head(linear(here, p.value_YD), heads)),
+        beta_BH=tap("write.beta", torch.sigmoid(linear(here, p.beta_HD))),
+        log_decay_BH=tap("write.log_decay", -p.A_log_H.to(rate.dtype).exp() * rate),
     )
 
 
@@ -173,14 +204,22 @@ def recall(memory_BHKV: Tensor, query_BHK: Tensor) -> Tensor:
         return torch.matmul(query_BHK.unsqueeze(-2), memory_BHKV).squeeze(-2)
 
 
-def read(y_BD: Tensor, memory_BHKV: Tensor, p: ReadParams, eps: float) -> Tensor:
+def read(
+    y_BD: Tensor,
+    memory_BHKV: Tensor,
+    p: ReadParams,
+    eps: float,
+    tap: Tap = untouched,
+    place: str = "",
+) -> Tensor:
     """Query the memory and bring the answer back to the state: `W_o (swish(gate) * rms(M^T q))`."""
     heads = memory_BHKV.shape[-3]
     here = rms_norm(y_BD, p.norm_D, eps)
     query = l2_norm(per_head(torch.relu(linear(here, p.query_XD, p.query_bias_X)), heads))
-    answer_BY = recall(memory_BHKV, query).flatten(-2)
+    answer_BHV = tap(place + "answer", recall(memory_BHKV, tap(place + "query", query)))
     gate_BY = F.silu(linear(here, p.gate_YD))
-    return linear(gate_BY * rms_norm(answer_BY, p.out_norm_Y, eps), p.out_DY)
+    gated_BY = gate_BY * rms_norm(answer_BHV.flatten(-2), p.out_norm_Y, eps)
+    return tap(place + "read", linear(tap(place + "gated", gated_BY), p.out_DY))
 
 
 def ffn(y_BD: Tensor, p: PredictParams, eps: float) -> Tensor:
@@ -194,18 +233,15 @@ def predict(
     memory_BHKV: Tensor | None,
     p: PredictParams,
     eps: float,
-    observe: Observer | None = None,
+    tap: Tap = untouched,
+    place: str = "",
 ) -> Tensor:
     """One predict layer: gated carry of y, plus FFN, plus the read of the memory."""
-    retained_BD = retain(y_BD, p.gate_norm_D, p.gate_DD, p.gate_bias_D, eps)
-    ffn_BD = ffn(y_BD, p, eps)
-    out = retained_BD + ffn_BD
-    read_BD = None
+    gate = (p.gate_norm_D, p.gate_DD, p.gate_bias_D)
+    retained_BD = retain(y_BD, *gate, eps, tap, place + "gate")
+    out = tap(place + "rest", retained_BD + tap(place + "ffn", ffn(y_BD, p, eps)))
     if p.read is not None and memory_BHKV is not None:
-        read_BD = read(y_BD, memory_BHKV, p.read, eps)
-        out = out + read_BD
-    if observe is not None:
-        observe("predict", {"retained": retained_BD, "ffn": ffn_BD, "read": read_BD})
+        out = out + read(y_BD, memory_BHKV, p.read, eps, tap, place)
     return out
 
 
@@ -234,17 +270,16 @@ def step(
     grounded_BD: Tensor,
     memory_BHKV: Tensor | None,
     params: CellParams,
-    observe: Observer | None = None,
+    tap: Tap = untouched,
 ) -> Carry:
     """One token: carried (s^p, s^g, M) and its contribution e_t [B, D] to the next carry."""
     eps = params.norm_eps
-    grounded_next_BD = ground(token_BD, predicted_BD, params.ground, eps)
+    token_BD = tap("token", token_BD)
+    grounded_next_BD = tap("grounded", ground(token_BD, predicted_BD, params.ground, eps, tap))
     if params.memory is not None and memory_BHKV is not None:
-        vectors = write_vectors(grounded_BD, grounded_next_BD, params.memory, eps)
-        memory_BHKV = write(memory_BHKV, vectors)
-        if observe is not None:
-            observe("write", vectors._asdict())
+        vectors = write_vectors(grounded_BD, grounded_next_BD, params.memory, eps, tap)
+        memory_BHKV = tap("memory", write(memory_BHKV, vectors))
     y_BD = grounded_next_BD
-    for layer in params.predict:
-        y_BD = predict(y_BD, memory_BHKV, layer, eps, observe)
-    return y_BD, grounded_next_BD, memory_BHKV
+    for i, layer in enumerate(params.predict):
+        y_BD = predict(y_BD, memory_BHKV, layer, eps, tap, f"predict.{i}.")
+    return tap("predicted", y_BD), grounded_next_BD, memory_BHKV

@@ -117,6 +117,8 @@ class GPNModel(GPNPreTrainedModel):
         self.predict = nn.ModuleList(Predict(config) for _ in range(config.num_layers))
         self.decode = Decode(config)
         self.scan_backend = "auto"
+        self.tap: cell.Tap | None = None
+        """Is shown every value of every step and may replace it; None: nobody listens."""
         self.gradient_checkpointing = False
         self.norm_eps = config.norm_eps
         self.post_init()
@@ -264,7 +266,7 @@ class GPNModel(GPNPreTrainedModel):
         self, token_BTD: Tensor, start: GPNState, resets_BT: Tensor | None, mask_BT: Tensor | None
     ) -> tuple[Tensor, GPNState]:
         params, time = self.cell_params(), token_BTD.shape[1]
-        if time == 1 and resets_BT is None and mask_BT is None:
+        if time == 1 and resets_BT is None and mask_BT is None and self.tap is None:
             return _single_step(token_BTD, params, start)
         return grounded_scan(
             token_BTD,
@@ -274,6 +276,7 @@ class GPNModel(GPNPreTrainedModel):
             mask_BT,
             backend=self.scan_backend,
             recompute=self.gradient_checkpointing and torch.is_grad_enabled(),
+            tap=self.tap,
         )
 
 

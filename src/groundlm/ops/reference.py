@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from groundlm.model import cell
-from groundlm.model.cell import Carry, CellParams
+from groundlm.model.cell import Carry, CellParams, Tap, untouched
 
 
 def reference_scan(
@@ -17,16 +17,17 @@ def reference_scan(
     resets_BT: Tensor | None = None,
     mask_BT: Tensor | None = None,
     recompute: bool = False,
+    tap: Tap = untouched,
 ) -> tuple[Tensor, Carry]:
     """Walk the window token by token; see `groundlm.ops.grounded_scan` for the contract."""
     if not recompute:
-        return _walk(token_BTD, params, carry, resets_BT, mask_BT)
+        return _walk(token_BTD, params, carry, resets_BT, mask_BT, tap)
     outputs, length = [], segment_tokens(token_BTD.shape[1])
     for first in range(0, token_BTD.shape[1], length):
         part = slice(first, first + length)
         flags = (None if x is None else x[:, part] for x in (resets_BT, mask_BT))
         predicted_BTD, carry = checkpoint(
-            _walk, token_BTD[:, part], params, carry, *flags, use_reentrant=False
+            _walk, token_BTD[:, part], params, carry, *flags, tap, use_reentrant=False
         )
         outputs.append(predicted_BTD)
     return torch.cat(outputs, 1), carry
@@ -43,6 +44,7 @@ def _walk(
     carry: Carry,
     resets_BT: Tensor | None,
     mask_BT: Tensor | None,
+    tap: Tap,
 ) -> tuple[Tensor, Carry]:
     predicted, grounded, memory = carry
     outputs = []
@@ -53,7 +55,7 @@ def _walk(
             predicted, grounded = (_pick(reset_B, nothing, x) for x in (predicted, grounded))
             memory = None if memory is None else _pick(reset_B, nothing, memory)
         before = (predicted, grounded, memory)
-        predicted, grounded, memory = cell.step(token_BTD[:, t], *before, params)
+        predicted, grounded, memory = cell.step(token_BTD[:, t], *before, params, tap)
         if mask_BT is not None:
             kept_B = mask_BT[:, t]
             predicted = _pick(kept_B, predicted, before[0])

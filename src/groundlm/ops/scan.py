@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from groundlm.errors import UserError
-from groundlm.model.cell import Carry, CellParams
+from groundlm.model.cell import Carry, CellParams, Tap
 from groundlm.model.state import GPNState
 from groundlm.ops.fused import fused_scan, unsupported
 from groundlm.ops.reference import reference_scan
@@ -74,6 +75,7 @@ def grounded_scan(
     mask_BT: Tensor | None = None,
     backend: str = "auto",
     recompute: bool = False,
+    tap: Tap | None = None,
 ) -> tuple[Tensor, GPNState]:
     """Walk a window of T >= 1 tokens through the recurrence.
 
@@ -87,6 +89,8 @@ def grounded_scan(
         backend: `auto` or a name of `BACKENDS`.
         recompute: keep the state every sqrt(T) tokens or so for the backward, which walks each
             segment between them again: less memory, more time, the same numbers.
+        tap: is shown every value of every step and may replace it (`cell.Tap`); the window then
+            takes the `reference` backend whatever the other argument says.
 
     Returns:
         The predicted states s^p_t [B, T, D] (at a masked position: the state carried over it), and
@@ -108,7 +112,11 @@ def grounded_scan(
         if flags is not None and flags.shape != (batch, time):
             raise UserError(f"{name} has shape {tuple(flags.shape)}, expected {(batch, time)}")
     carry = (state.predicted_BD, state.grounded_BD, state.memory_BHKV)
-    scan = BACKENDS[backend_for(backend, token_BTD, params, carry)]
+    scan: Scan = (
+        partial(reference_scan, tap=tap)
+        if tap is not None
+        else BACKENDS[backend_for(backend, token_BTD, params, carry)]
+    )
     predicted_BTD, (predicted, grounded, memory) = scan(
         token_BTD, params, carry, resets_BT, mask_BT, recompute
     )

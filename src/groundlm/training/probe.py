@@ -7,7 +7,6 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from groundlm.model import cell
 from groundlm.model.modeling import GPNModel
 
 PROBE_ROWS, PROBE_TOKENS = 4, 64
@@ -23,22 +22,23 @@ def probe(model: GPNModel, input_ids_BT: Tensor) -> dict[str, float]:
         `memory_effect`: mean over tokens and layers of |read| / |retained state + FFN|.
     """
     figures: dict[str, list[Tensor]] = defaultdict(list)
+    rest_BD = torch.empty(0)
 
-    def observe(place: str, values: dict[str, Tensor | None]) -> None:
-        if place == "write":
-            figures["mean_retention"].append(values["log_decay_BH"].exp().mean())  # type: ignore[union-attr]
-        elif (read_BD := values["read"]) is not None:
-            rest_BD = values["retained"] + values["ffn"]  # type: ignore[operator]
-            figures["memory_effect"].append((read_BD.norm(dim=-1) / rest_BD.norm(dim=-1)).mean())
+    def listen(place: str, value: Tensor) -> Tensor:
+        nonlocal rest_BD
+        if place == "write.log_decay":
+            figures["mean_retention"].append(value.exp().mean())
+        elif place.endswith(".rest"):
+            rest_BD = value
+        elif place.endswith(".read"):
+            figures["memory_effect"].append((value.norm(dim=-1) / rest_BD.norm(dim=-1)).mean())
+        elif place == "predicted":
+            figures["state_norm"].append(value.norm(dim=-1).mean())
+        return value
 
-    ids_BT = input_ids_BT[:PROBE_ROWS, :PROBE_TOKENS]
-    ground, params = model.ground, model.cell_params()
-    token_BTD = cell.token_contribution(
-        model.embedding(ids_BT), ground.token_norm.weight, ground.token_proj.weight, params.norm_eps
-    )
-    state = model.zero_state(len(ids_BT))
-    carry = (state.predicted_BD, state.grounded_BD, state.memory_BHKV)
-    for token_BD in token_BTD.unbind(1):
-        carry = cell.step(token_BD, *carry, params, observe)
-        figures["state_norm"].append(carry[0].norm(dim=-1).mean())
+    before, model.tap = model.tap, listen
+    try:
+        model(input_ids_BT[:PROBE_ROWS, :PROBE_TOKENS], use_cache=False)
+    finally:
+        model.tap = before
     return {name: float(torch.stack(values).mean()) for name, values in figures.items()}
