@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from groundlm import GPNConfig, GPNForCausalLM, GPNModel, UserError
+from groundlm import GPNConfig, GPNForCausalLM, GPNModel, GPNState, UserError
+from groundlm.model.alignment import ALIGNMENT_BYTES
 from groundlm.model.loading import load_model
 
 WEIGHTS = "model.safetensors"
@@ -219,3 +220,18 @@ def test_trainer_accumulates_like_the_unsplit_batch(m, ids, tmp_path):
         ends.append({k: v.clone() for k, v in m.state_dict().items()})
     for name in start:
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=0, atol=1e-9)
+
+
+def test_loaded_tensors_are_aligned_like_new_ones(tiny, tmp_path):
+    """MKL rounds by address: else a loaded model would not repeat the saved one to the bit."""
+    model = tiny()
+    model.save_pretrained(tmp_path)
+    state = model(torch.randint(1, 61, (3, 9))).state
+    state.save(tmp_path / "state.safetensors")
+    loaded = [
+        *GPNForCausalLM.from_pretrained(tmp_path).parameters(),
+        *load_model(tmp_path).parameters(),
+        *GPNState.load(tmp_path / "state.safetensors").tensors().values(),
+    ]
+    assert {tensor.data_ptr() % ALIGNMENT_BYTES for tensor in loaded} == {0}
+    assert tied(GPNForCausalLM.from_pretrained(tmp_path))

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from groundlm.errors import UserError
+from groundlm.model.alignment import align_weights
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Weight dtypes by the names that the command line takes; `auto` is the dtype on disk."""
@@ -63,6 +64,7 @@ def load_model(
         transformers_logging.set_verbosity(verbosity)
     _check_report(folder, files, report)
     _check_finite(folder, files, model)
+    align_weights(model)
     return model.to(device).eval()
 
 

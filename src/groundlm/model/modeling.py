@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from groundlm.errors import UserError
 from groundlm.model import cell
+from groundlm.model.alignment import align_weights
 from groundlm.model.boundaries import document_starts, refuse_unknown, window_mask
 from groundlm.model.config import GPNConfig
 from groundlm.model.generating import GPNGenerationMixin, same_state
@@ -73,6 +74,13 @@ class GPNPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Predict"]  # noqa: RUF012
     # Norms, biases and the decay stay float32 in a bf16 model: they take part in float32 sums.
     _keep_in_fp32_modules_strict = ["norm", "bias", "A_log"]  # noqa: RUF012
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', with weights that give the saved model's numbers to the bit."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        align_weights(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
     def _init_weights(self, module: nn.Module) -> None:
         """Every tensor's start, as in the paper's reference code; the gates start at 0.5."""

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from groundlm.errors import UserError
+from groundlm.model.alignment import aligned
 
 if TYPE_CHECKING:
     from groundlm.model.config import GPNConfig
@@ -194,7 +195,8 @@ class GPNState:
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                names = file.keys()  # the numbers of what follows must be those of the kept state
+                tensors = {name: aligned(file.get_tensor(name)) for name in names}
         except (OSError, SafetensorError) as error:
             raise UserError(f"state {path} cannot be read: {error}") from None
         if FILE_KIND not in metadata:
