@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groundlm.cli import COMMANDS, main, parse
+from groundlm.cli import COMMANDS, main, parse, presets
 from groundlm.data.prepare import PrepareConfig
 from groundlm.training.config import TrainConfig
 from helpers import write_documents
@@ -58,6 +58,12 @@ def test_commands_for_larger_machines_parse():
     arguments = ranks[ranks.index("train") + 1 :]
     trained = parse(TrainConfig, arguments, "train", uses_presets=True)
     assert trained.data.path == config.out
+
+
+def test_compared_preset_exists():
+    """Its table is made in `tests/comparison`."""
+    (compare,) = [c for c in commands() if c[1] == "compare"]
+    assert compare[2] in presets("compare")
 
 
 def test_python_block_runs(train_config, tmp_path):

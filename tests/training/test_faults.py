@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import subprocess
+import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from groundlm import UserError
 from groundlm.data.integrity import file_sha256
@@ -315,6 +317,8 @@ def kills(config, count, longest_s):
     """Start a run again and again and kill it after a random time; returns how many kills met a
     run at work, and how many of them a save."""
     folder = Path(config.training.out) / "checkpoints"
+    # tqdm's own lock is shared by forks, and the one that is killed may hold it.
+    tqdm.set_lock(threading.RLock())
     generator = torch.Generator().manual_seed(0)
     alive = saving = 0
     for _ in range(count):
