@@ -151,6 +151,9 @@ def test_float32_at_5m_parameters_over_2048_tokens():
     sizes = {"vocab_size": 4096, "state_size": 512, "embedding_size": 256, "ffn_size": 1344}
     config = GPNConfig(**sizes, num_heads=4, head_k_dim=64, head_v_dim=128)
     model = GPNForCausalLM(config).train()
+    with torch.no_grad():  # at the start some matrices are zero, and gradients behind them too
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn_like(p))
     tokens = torch.randint(0, 4096, (1, 2048))
     found = {}
     for backend in ("reference", "fused"):
