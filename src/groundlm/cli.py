@@ -62,6 +62,14 @@ COMMANDS = {
         "groundlm.comparison.command", "CompareConfig", "run_compare",
         uses_presets=True, positional="config", preset_folder="compare",
     ),
+    "analyze": Command(
+        "what a model's state and memory hold, as numbers, plots and one report",
+        "groundlm.analysis.command", "AnalyzeConfig", "run_analyze",
+    ),
+    "ablate": Command(
+        "what each part of a GPN is worth in nats per token",
+        "groundlm.analysis.ablate", "AblateConfig", "run_ablate",
+    ),
     "plot": Command(
         "draw the curves of training runs", "groundlm.training.plot", "PlotConfig", "run_plot",
         positional="run",

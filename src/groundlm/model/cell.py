@@ -31,8 +31,8 @@ same. Places, in order:
   [B, H], `memory` (after the write) [B, H, K, V];
 - for layer i = 0, 1, ... `predict.i.gate`, `predict.i.ffn`, `predict.i.rest` (the retained state
   plus the FFN) [B, D], and with a memory `predict.i.query` [B, H, K], `predict.i.answer` (M^T q)
-  [B, H, V], `predict.i.gated` (swish(gate) * rms(answer), before W_o) [B, Y] and `predict.i.read`
-  [B, D];
+  [B, H, V], `predict.i.read_gate` (swish(W_rg rms(y))) and `predict.i.gated` (read gate *
+  rms(answer), before W_o) [B, Y], `predict.i.read` [B, D];
 - `predicted` (s^p) [B, D].
 """
 
@@ -217,7 +217,7 @@ def read(
     here = rms_norm(y_BD, p.norm_D, eps)
     query = l2_norm(per_head(torch.relu(linear(here, p.query_XD, p.query_bias_X)), heads))
     answer_BHV = tap(place + "answer", recall(memory_BHKV, tap(place + "query", query)))
-    gate_BY = F.silu(linear(here, p.gate_YD))
+    gate_BY = tap(place + "read_gate", F.silu(linear(here, p.gate_YD)))
     gated_BY = gate_BY * rms_norm(answer_BHV.flatten(-2), p.out_norm_Y, eps)
     return tap(place + "read", linear(tap(place + "gated", gated_BY), p.out_DY))
 
