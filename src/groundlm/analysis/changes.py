@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,13 @@ class Change:
     enter: Callable[[], act.Intervention]
 
 
-def known_changes(model: PreTrainedModel, ids_NT: np.ndarray, config: AblateConfig) -> list[Change]:
+def known_changes(
+    model: PreTrainedModel,
+    ids_NT: np.ndarray,
+    after_tokens: int = 64,
+    resets: Sequence[int] = (8, 32, 128),
+    batch_size: int = 32,
+) -> list[Change]:
     """All interventions that the model has the parts for, with the means of its own windows.
 
     Args:
