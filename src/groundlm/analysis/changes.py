@@ -33,6 +33,9 @@ def known_changes(
 ) -> list[Change]:
     """All interventions that the model has the parts for, with the means of its own windows.
 
+    Those that could not act (a reset, freeze or swap beyond the windows; a swap between fewer than
+    two rows) are left out.
+
     Args:
         ids_NT: windows that means and horizons are taken from, int64 [N, T].
         after_tokens: when the memory is frozen or swapped.
@@ -53,15 +56,18 @@ def known_changes(
                partial(act.fix, model, gate)),
     ]  # fmt: skip
     if seen.log_decay_NTH is not None:
-        changes += _memory_changes(model, seen, after_tokens)
+        changes += _memory_changes(model, seen)
+        if after_tokens < ids_NT.shape[1] - 1:
+            changes += _late_changes(model, after_tokens, min(len(ids_NT), batch_size))
     return changes + [
         Change(f"reset_every_{n}", f"the state reset every {n} tokens",
                partial(act.reset_every, model, n))
         for n in resets
+        if n < ids_NT.shape[1] - 1
     ]  # fmt: skip
 
 
-def _memory_changes(model: PreTrainedModel, seen: Collected, after: int) -> list[Change]:
+def _memory_changes(model: PreTrainedModel, seen: Collected) -> list[Change]:
     assert seen.log_decay_NTH is not None
     decay_H = seen.log_decay_NTH.mean((0, 1), dtype=np.float64)
     horizons = memory_horizons(retention(seen.log_decay_NTH))["horizon_tokens"]
@@ -71,10 +77,6 @@ def _memory_changes(model: PreTrainedModel, seen: Collected, after: int) -> list
     changes = [
         Change("read_off", "nothing read from the memory", partial(act.read_off, model)),
         Change("write_off", "nothing written to the memory", partial(act.write_off, model)),
-        Change("memory_frozen", f"the memory frozen after {after} tokens",
-               partial(act.freeze_memory, model, after)),
-        Change("memory_swapped", f"another window's memory after {after} tokens",
-               partial(act.swap_memory, model, after)),
         Change("keys_shuffled", "the components of every key permuted",
                partial(act.shuffle_keys, model)),
     ]  # fmt: skip
@@ -89,3 +91,11 @@ def _memory_changes(model: PreTrainedModel, seen: Collected, after: int) -> list
                    partial(act.clamp_decay, model, heads, decay_H)),
         ]  # fmt: skip
     return changes
+
+
+def _late_changes(model: PreTrainedModel, after: int, rows: int) -> list[Change]:
+    frozen = Change("memory_frozen", f"the memory frozen after {after} tokens",
+                    partial(act.freeze_memory, model, after))  # fmt: skip
+    swapped = Change("memory_swapped", f"another window's memory after {after} tokens",
+                     partial(act.swap_memory, model, after))  # fmt: skip
+    return [frozen, swapped] if rows > 1 and after > 0 else [frozen]
