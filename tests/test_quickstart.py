@@ -1,6 +1,7 @@
 """The quickstart on a tiny setting: it ends with its numbers, and running it again reuses all."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -32,7 +33,9 @@ def test_quickstart_from_nothing_and_again(arguments, tmp_path, capsys):
         "tokens",
         "tokens_per_s",
         "run",
+        "report",
     }
+    assert Path(first["report"]).read_text().startswith("<!doctype html>")
     assert first["tokens"] == 3 * 4 * 32
     written = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
     assert main(arguments) == 0

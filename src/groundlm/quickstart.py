@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from groundlm.analysis.command import AnalyzeConfig, run_analyze
+from groundlm.analysis.source import default_out
 from groundlm.cli import parse
 from groundlm.data.prepare import PrepareConfig, prepare
 from groundlm.evaluation.command import EvalConfig, run_eval
@@ -18,7 +20,7 @@ from groundlm.training.loop import run_train
 
 @dataclass(frozen=True)
 class QuickstartConfig:
-    """Prepare the built-in corpus, train a small GPN+M, score it on held-out text, let it write.
+    """Prepare the built-in corpus, train a small GPN+M, score it, let it write, look inside it.
 
     Run again, it reuses what is there and goes on where it stopped; nothing is overwritten.
     """
@@ -43,9 +45,9 @@ def run_quickstart(config: QuickstartConfig) -> int:
     Returns 0, or 128 + the number of the signal that stopped the training.
     """
     started = time.perf_counter()
-    _say(f"1/4 prepare: the documentation inside this Python -> {config.data}")
+    _say(f"1/5 prepare: the documentation inside this Python -> {config.data}")
     prepare(PrepareConfig(input=["pydocs"], out=config.data, tokenizer=config.tokenizer))
-    _say(f"2/4 train -> {config.run}")
+    _say(f"2/5 train -> {config.run}")
     train: TrainConfig = parse(TrainConfig, ["--config", config.config], "train", uses_presets=True)
     train = replace(
         train,
@@ -56,9 +58,9 @@ def run_quickstart(config: QuickstartConfig) -> int:
     if figures["interrupted_by"]:
         _say(f"training was stopped at step {figures['step']}: run it again to go on")
         return 128 + figures["interrupted_by"]
-    _say("3/4 evaluate on held-out text")
+    _say("3/5 evaluate on held-out text")
     scores = run_eval(EvalConfig(figures["checkpoint"], config.data))
-    _say("4/4 sample")
+    _say("4/5 sample")
     run_generate(
         GenerateConfig(
             model=figures["checkpoint"],
@@ -68,9 +70,14 @@ def run_quickstart(config: QuickstartConfig) -> int:
         )
     )
     print()
+    _say("5/5 look inside")
+    report = default_out(None, figures["checkpoint"]) / "report.html"
+    if not report.is_file():
+        run_analyze(AnalyzeConfig(figures["checkpoint"], config.data))
     _say(f"token files   {config.data}")
     _say(f"run           {config.run} (config.yaml, metrics.jsonl, checkpoints/)")
     _say(f"model         {figures['checkpoint']}")
+    _say(f"report        {report} (open it in a browser)")
     result = {
         "heldout_bits_per_byte": scores["bits_per_byte"],
         "unigram_bits_per_byte": scores["unigram_bits_per_byte"],
@@ -79,6 +86,7 @@ def run_quickstart(config: QuickstartConfig) -> int:
         "tokens_per_s": figures["tokens_per_s"],
         "seconds": round(time.perf_counter() - started, 1),
         "run": str(Path(config.run)),
+        "report": str(report),
     }
     print(json.dumps(result))
     return 0

@@ -169,6 +169,9 @@ def test_ablate_pairs_and_draws_the_report_anew(model_dir, token_data, tmp_path,
     page = (out / "report.html").read_text()
     assert "What each part is worth" in page
     assert numbers(result) <= set(re.findall(r"-?[\d.]+(?:e[-+]\d+)?", Page(page).text))
+    other = ["--model", model_dir("other"), *arguments[2:]]
+    assert main(["analyze", *other, *SMALL]) == 0
+    assert "What each part is worth" not in (out / "report.html").read_text()
 
 
 def test_paired_change_and_its_interval():

@@ -15,8 +15,8 @@ def spectrum(states):
 def test_rank_three_set_has_three_components_and_rank_three():
     random = np.random.default_rng(0)
     basis = np.linalg.qr(random.normal(size=(20, 3)))[0]
-    coordinates = np.linalg.qr(random.normal(size=(5000, 4)))[0][:, 1:]
-    coordinates = np.linalg.qr(coordinates - coordinates.mean(0))[0]  # centred, orthonormal
+    values = random.normal(size=(5000, 3))
+    coordinates = np.linalg.qr(values - values.mean(0))[0]  # centred, orthonormal
     states = coordinates @ basis.T + random.normal(size=20)
     figures, share = geometry.components(spectrum(states))
     assert figures == {"for_50_percent": 2, "for_90_percent": 3, "for_99_percent": 3}
@@ -41,8 +41,8 @@ def test_norms_and_spread_and_a_dead_dimension():
 
 def test_planted_correlation_is_found():
     random = np.random.default_rng(1)
-    a, b, c = np.linalg.qr(random.normal(size=(4000, 4)) - 0.0)[0].T[:3]
-    a, b, c = np.linalg.qr(np.stack([a, b, c], 1) - np.stack([a, b, c], 1).mean(0))[0].T
+    values = random.normal(size=(4000, 3))
+    a, b, c = np.linalg.qr(values - values.mean(0))[0].T
     states = np.stack([a, -0.6 * a + 0.8 * b, c], 1)
     figures, histogram = geometry.correlations(geometry.covariance(states)[1])
     np.testing.assert_allclose(figures["max_absolute"], 0.6, atol=1e-9)

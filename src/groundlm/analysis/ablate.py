@@ -191,16 +191,16 @@ def _wanted(name: str, patterns: list[str] | None) -> bool:
 def _table(result: dict[str, Any]) -> Table:
     base = result["nats_per_token"]
     table = Table(title=f"{result['model']}: {base:.4f} nats per token over {result['tokens']:,}")
-    table.add_column("intervention")
+    table.add_column("intervention", no_wrap=True)
     table.add_column("change, nats", justify="right")
     table.add_column("95 % interval", justify="right")
     with_lambada = "lambada" in result
     if with_lambada:
-        table.add_column("LAMBADA acc., PPL (paper)", justify="right")
+        table.add_column("LAMBADA acc., PPL", justify="right")
     for row in result["interventions"]:
         interval = row["interval"]
         cells = [
-            row["what"],
+            row["name"],
             f"{row['change_nats']:+.4f}",
             "" if interval is None else f"{interval[0]:+.4f} .. {interval[1]:+.4f}",
         ]

@@ -32,10 +32,13 @@ DPI = 130
 def write_report(out: Path) -> Path:
     """Draw the plots (PNG) and report.html into the folder that stats.json is in; returns its path.
 
+    An ablate.json of another model is left out.
     Raises `UserError` if a file cannot be read or written.
     """
     stats = _read(out / "stats.json")
     ablation = _read(out / "ablate.json") if (out / "ablate.json").is_file() else None
+    if ablation is not None and ablation["model"] != stats["model"]:
+        ablation = None
     pictures = {name: _png(ax) for name, ax in draw(stats, ablation)}
     for name, png in pictures.items():
         _write(out / f"{name}.png", png)
