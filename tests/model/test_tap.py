@@ -12,7 +12,12 @@ def places(layers, heads):
     if heads:
         found += ["write.key", "write.value", "write.beta", "write.log_decay", "memory"]
     for i in range(layers):
-        inside = ["gate", "ffn", "rest", *(["query", "answer", "read_gate", "gated", "read"] if heads else [])]
+        inside = [
+            "gate",
+            "ffn",
+            "rest",
+            *(["query", "answer", "read_gate", "gated", "read"] if heads else []),
+        ]
         found += [f"predict.{i}.{name}" for name in inside]
     return [*found, "predicted"]
 
