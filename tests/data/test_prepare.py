@@ -3,6 +3,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +24,7 @@ from groundlm.data.steps import is_heldout
 from groundlm.data.tokenizer import load_tokenizer, tokenizer_sha256
 from groundlm.data.windows import TokenSplit, TrainingWindows
 from groundlm.errors import UserError
+from helpers import ONE_THREAD
 
 Contents = Callable[[str | Path], dict[str, bytes]]
 
@@ -431,3 +434,24 @@ def test_damaged_input_in_mid_run_is_one_line(
 ) -> None:
     (jsonl_folder / "9.parquet").write_bytes(b"PAR1 not really")
     assert "9.parquet' cannot be read" in refused(replace(config, workers=workers))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_full_disk_is_one_line_and_can_be_continued(
+    config: PrepareConfig, contents: Contents, workers: int
+) -> None:
+    whole = replace(config, out=f"{config.out}-whole", workers=workers)
+    prepare(whole)
+    full = replace(config, workers=workers)
+    command = [sys.executable, "-m", "groundlm", "prepare", "--input", *full.input, "--out"]
+    command += [full.out, "--tokenizer", full.tokenizer, "--heldout-share", "0.2"]
+    command += ["--workers", str(workers)]
+    # 1 KiB: less than one of the token files.
+    limited = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command]
+    result = subprocess.run(limited, capture_output=True, text=True, env=ONE_THREAD, check=False)
+    assert result.returncode == 3, result.stderr
+    assert "is not complete" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert not Path(full.out).exists()
+    prepare(full)
+    assert contents(full.out) == contents(whole.out)

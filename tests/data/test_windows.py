@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +124,21 @@ def test_changed_content_of_the_right_size_is_named(data_dir: Path) -> None:
     assert marker.read_text() != remembered
 
 
+def test_a_copy_is_read_again(data_dir: Path, tmp_path: Path) -> None:
+    """`cp -a` takes the marker and the times along, and damage happens in copying."""
+    TokenSplit.open(data_dir, "train")
+    copy = tmp_path / "copy"
+    shutil.copytree(data_dir, copy)
+    path = copy / "train" / "003_train.ds"
+    times = path.stat()
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(UserError, match=r"003_train.ds' has SHA-256"):
+        TokenSplit.open(copy, "train")
+
+
 def test_sound_files_are_read_through_once(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr(
@@ -196,6 +213,8 @@ def test_missing_and_foreign_folders_are_named(data_dir: Path, tmp_path: Path) -
         (json.dumps({**content, "format_version": 1}), "is of format"),
         (json.dumps({k: v for k, v in content.items() if k != "splits"}), "is damaged"),
         (json.dumps({**content, "splits": {"train": {"x": 1}}}), "is damaged"),
+        (json.dumps({**content, "splits": []}), "is damaged"),
+        (json.dumps({**content, "vocab_size": "x"}), "is damaged"),
     ):
         path.write_text(broken)
         with pytest.raises(UserError, match=said) as caught:

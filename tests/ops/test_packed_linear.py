@@ -5,15 +5,17 @@ import torch
 import torch.nn.functional as F
 from problems import Problem, assert_same
 
+from groundlm.model import products
+from groundlm.model.products import product
 from groundlm.ops import packed_linear
 from groundlm.ops.fused import ScanSettings, fused_scan
-from groundlm.ops.packed_linear import PackedLinear, product
+from groundlm.ops.packed_linear import PackedLinear
 
 
 @pytest.fixture(params=[True, False], ids=["intel", "other"])
 def intel(request, monkeypatch):
     """Both makers' choices, whatever this processor is."""
-    monkeypatch.setattr(packed_linear, "made_by_intel", lambda: request.param)
+    monkeypatch.setattr(products, "made_by_intel", lambda: request.param)
     return request.param
 
 
@@ -39,7 +41,7 @@ def test_same_product(monkeypatch, intel, small, pack, biased, batch, transposed
 @pytest.mark.parametrize("sizes", [(3, 5, 7), (7, 5, 3), (1, 1, 1), (4, 9, 4)])
 @pytest.mark.parametrize("small", [0, 1 << 30])
 def test_product_of_any_strides(monkeypatch, intel, dtype, sizes, small):
-    monkeypatch.setattr(packed_linear, "SMALL_RESULT", small)
+    monkeypatch.setattr(products, "SMALL_RESULT", small)
     torch.manual_seed(0)
     m, k, n = sizes
     a, a_t = torch.randn(m, k).to(dtype), torch.randn(k, m).to(dtype).T
@@ -56,7 +58,7 @@ def test_product_of_any_strides(monkeypatch, intel, dtype, sizes, small):
 
 def test_the_operators_exist_here():
     """So that the tests above do test them; both are part of torch's CPU builds for x86."""
-    assert packed_linear.has_mkldnn()
+    assert products.has_mkldnn()
     linear = PackedLinear(torch.randn(4, 4), 2)
     assert linear.kernel in ("mkl", "mkldnn")
 
@@ -81,7 +83,7 @@ def test_scan_without_the_operators(monkeypatch, missing):
     packed = problem.run(fused_scan)
     assert_same(problem.run(fused_scan, settings=ScanSettings(pack=False)), packed, 1e-4)
     for name in missing:
-        monkeypatch.setattr(packed_linear, name, lambda: False)
+        monkeypatch.setattr(products, name, lambda: False)
     kernels = {PackedLinear(torch.randn(4, 4), 2).kernel}
     assert kernels == ({"plain"} if len(missing) == 2 else {"mkldnn"})
     assert_same(problem.run(fused_scan), packed, 1e-4)

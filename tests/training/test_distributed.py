@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -140,6 +142,32 @@ def test_disk_full_under_two_ranks(train_config, tmp_path):
     assert result.returncode == 1
     assert result.stderr.count("step-000004 could not be written") == 1
     assert [c.name for c in checkpoints(tmp_path / "two")] == ["step-000002"]
+
+
+def test_damaged_data_of_one_rank_are_named_by_it(train_config, token_data, tmp_path):
+    """As on a second machine with its own copy: each rank reads the folder of its number."""
+    for rank in (0, 1):
+        shutil.copytree(token_data, tmp_path / f"data{rank}")
+    (tmp_path / "data1" / "train" / "000_train.ds").write_bytes(b"")
+    path = tmp_path / "c.yaml"
+    launcher = torchrun(train_config("two", **SETTINGS), path)[:-5]
+    script = tmp_path / "rank.sh"
+    arguments = f"train --config {path} --data.path {tmp_path}/data$RANK"
+    script.write_text(f"exec {sys.executable} -m groundlm {arguments}\n")
+    result = subprocess.run(
+        [*launcher, "--no-python", "bash", str(script)],
+        capture_output=True, text=True, env=ONE_THREAD, check=False, timeout=120,
+    )  # fmt: skip
+    own = [line for line in result.stderr.splitlines() if line.startswith("groundlm train:")]
+    assert len(own) == 1
+    assert "data1/train/000_train.ds' has 0 bytes" in own[0]
+
+
+def test_a_numbered_gpu_is_kept_alone_and_refused_under_ranks():
+    assert Ranks().device(torch.device("cuda:1")) == torch.device("cuda:1")
+    assert Ranks(1, 2, 1).device(torch.device("cuda")) == torch.device("cuda:1")
+    with pytest.raises(UserError, match="cuda:1: under torchrun each rank takes its own GPU"):
+        Ranks(1, 2, 1).device(torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK"])

@@ -187,6 +187,28 @@ def test_another_backend_is_refused_unless_allowed(train_config, tmp_path):
     assert run_train(train_config(training__regroup=True, **other))["step"] == 10
 
 
+def test_heldout_losses_of_other_text_are_not_compared(train_config, tmp_path, capsys):
+    settings = {"training__eval_every": 2, "training__save_every": 2}
+    first = run_train(train_config(training__stop_at=4, **settings))
+    assert first["best_step"] == 4
+    capsys.readouterr()
+    figures = run_train(train_config(training__eval_windows=2, training__stop_at=5, **settings))
+    assert "held-out losses are of other text" in capsys.readouterr().out
+    assert figures["best_step"] == 5
+
+
+def test_signal_in_the_last_step_leaves_nothing_to_continue(train_config, monkeypatch):
+    real = BatchGradient.add
+
+    def add(self, step):
+        if step == 9:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, step)
+
+    monkeypatch.setattr(BatchGradient, "add", add)
+    assert run_train(train_config())["interrupted_by"] is None
+
+
 def test_another_number_of_threads_is_said(train_config, capsys):
     run_train(train_config(training__stop_at=2))
     torch.set_num_threads(2)
@@ -224,6 +246,7 @@ def test_evaluation_between_ragged_micro_batches(train_config, tmp_path):
         ),
         ({"model__model_type": "gpm"}, "unknown model_type 'gpm'"),
         ({"data__window_tokens": 10**6}, "a window of 1,000,000 needs 1,000,001"),
+        ({"training__seed": -1}, "training.seed is -1"),
         ({"training__device": "tpu9"}, "device 'tpu9' is not available"),
         ({"training__device": "meta"}, "device 'meta' is not available"),
     ],

@@ -9,6 +9,7 @@ from groundlm import UserError
 from groundlm.cli import main
 from groundlm.training.loop import run_train
 from groundlm.training.plot import average, draw, read_metrics
+from helpers import losses
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
@@ -24,6 +25,34 @@ def test_online_trackers_get_every_record_once(train_config, monkeypatch, packag
     assert calls[0][1]["config"]["training"]["steps"] == 3
     assert [c[0] for c in calls[1:]] == [1, 2, 3, 3, "finish"]  # the last 3 is the held-out loss
     assert calls[1][1]["loss_nats"] > 0
+
+
+def test_a_continued_run_has_one_identifier(train_config, monkeypatch):
+    found = []
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **k: found.append(k["id"])
+    fake.log = lambda values, step: None
+    fake.finish = lambda: None
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for stop in (2, 4):
+        run_train(train_config(training__log="wandb", training__stop_at=stop))
+    assert len(found) == 2
+    assert found[0] == found[1]
+
+
+def test_a_failing_tracker_ends_its_records_only(train_config, monkeypatch, tmp_path, capsys):
+    fake = types.ModuleType("trackio")
+    fake.init = lambda **k: None
+
+    def log(values, step):
+        if step == 2:
+            raise ConnectionError("no route")
+
+    fake.log, fake.finish = log, lambda: None
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    assert run_train(train_config(training__log="trackio"))["step"] == 10
+    assert "no more records go to the tracker: no route" in capsys.readouterr().err
+    assert len(losses(tmp_path / "run")) == 10
 
 
 def test_tensorboard_gets_scalars(train_config, monkeypatch):

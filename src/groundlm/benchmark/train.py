@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from groundlm.errors import RunFault, UserError
 from groundlm.model.config import GPNConfig
 from groundlm.model.modeling import GPNForCausalLM
+from groundlm.model.products import product
 from groundlm.models import versions
 from groundlm.ops.fused import settings_in_use
-from groundlm.ops.packed_linear import product
 
 GPN_SIZES: dict[str, dict[str, int]] = {
     "xs": {"vocab_size": 2048, "state_size": 256, "embedding_size": 128, "ffn_size": 704,

@@ -22,8 +22,8 @@ def verify_files(folder: Path, files: list[FileInfo]) -> None:
     """Hold every byte of a split's files against the manifest; UserError names the first that
     differs.
 
-    Files found sound are remembered by size and time of change in `<folder>/.verified.json`, so
-    that a corpus is read through once and not by every command and rank.
+    Files found sound are remembered by inode, size and times in `<folder>/.verified.json`, so that
+    a corpus is read through once and not by every command and rank.
     """
     wanted = {file.name: file.sha256 for file in files}
     wanted |= {f"{file.name}.index": file.index_sha256 for file in files}
@@ -31,7 +31,8 @@ def verify_files(folder: Path, files: list[FileInfo]) -> None:
     found = {}
     for name, sha256 in wanted.items():
         stat = (folder / name).stat()
-        found[name] = [stat.st_size, stat.st_mtime_ns, sha256]
+        # A copy has the size and may have the time of the original, but another inode.
+        found[name] = [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, sha256]
         if known.get(name) == found[name]:
             continue
         have = file_sha256(folder / name)

@@ -96,7 +96,7 @@ class Manifest:
             raise UserError(f"'{path}' is of format '{found}', not '{FORMAT} {FORMAT_VERSION}'")
         try:
             return cls._from_content(content)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"'{path}' is damaged: {error}") from error
 
     @classmethod
@@ -107,4 +107,8 @@ class Manifest:
             name: SplitInfo(**{**split, "files": [FileInfo(**file) for file in split["files"]]})
             for name, split in values["splits"].items()
         }
+        kinds = {"dtype": str, "vocab_size": int, "seed": int, "source": dict, "dropped": dict}
+        for name, kind in kinds.items():
+            if not isinstance(values[name], kind):
+                raise TypeError(f"{name} is {values[name]!r}, not of type {kind.__name__}")
         return cls(**values)

@@ -23,7 +23,7 @@ from groundlm.data.request import (
 from groundlm.data.steps import HELDOUT, TRAIN, Shard, id_type
 from groundlm.data.tokenizer import load_tokenizer, tokenizer_sha256, vocabulary_size
 from groundlm.data.workfolder import finish, reusable, work_folder
-from groundlm.errors import UserError
+from groundlm.errors import RunFault, UserError
 
 # Each shard leaves a token file per split, and the merge opens all of a split at once.
 MAX_SHARDS = 256
@@ -36,7 +36,8 @@ def prepare(config: PrepareConfig) -> Manifest:
     interruption, the same request continues there. Progress and a summary go to stderr.
 
     Raises UserError for every mistake of the user's; `<out>.partial` is then removed. Raises
-    `Pending` (exit code 75) while a Slurm job is at work; the folder stays.
+    `Pending` (exit code 75) while a Slurm job is at work, and `RunFault` (exit code 3) when the
+    disk takes no more; the folder stays.
     """
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     check(config)
@@ -49,6 +50,24 @@ def prepare(config: PrepareConfig) -> Manifest:
     if found := reusable(out, request_sha256):
         console.print(f"{out}: made by the same request before, reused", markup=False)
         return found
+    try:
+        manifest, tokens_per_s = make(config, plan, loaded, request_sha256, console)
+    except OSError as error:  # what the input lacks was named before
+        raise RunFault(f"{out} is not complete: {error}; run again to continue") from None
+    rate = f"; {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
+    console.print(f"{out}: {summary(manifest)}{rate}", markup=False)
+    return manifest
+
+
+def make(
+    config: PrepareConfig,
+    plan: Plan,
+    loaded: PreTrainedTokenizerFast | None,
+    request_sha256: str,
+    console: Console,
+) -> tuple[Manifest, float]:
+    """Do the work, or what is left of it; the manifest and the tokens per second of this run."""
+    out = Path(config.out)
     with work_folder(out, {"request": request_sha256, **versions()}) as folder:
         work = Work(folder, plan)
         with console.status(work), quiet(folder):
@@ -69,9 +88,7 @@ def prepare(config: PrepareConfig) -> Manifest:
             versions=versions(),
         )
         finish(folder, out, manifest)
-    rate = f"; {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
-    console.print(f"{out}: {summary(manifest)}{rate}", markup=False)
-    return manifest
+    return manifest, tokens_per_s
 
 
 def make_plan(config: PrepareConfig) -> Plan:

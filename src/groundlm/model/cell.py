@@ -17,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groundlm.model.products import product
+
 L2_EPS = 1e-12
+LARGE_WEIGHT = 1 << 20
+"""Elements from which a matrix's product costs more than the choice of its library."""
 
 Carry = tuple[Tensor, Tensor, Tensor | None]
 """What one token hands to the next: predicted [B, D], grounded [B, D], memory [B, H, K, V]."""
@@ -111,6 +115,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dtype is torch.bfloat16 and x.numel() == weight.shape[1]:
         # One row: the CPU's matrix-vector kernel is up to twice as fast as its matrix kernel.
         y = torch.mv(weight, x.reshape(-1).to(torch.bfloat16)).view(*x.shape[:-1], -1)
+    elif weight.numel() >= LARGE_WEIGHT and not torch.is_grad_enabled():
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if dtype is weight.dtype else rows.to(weight.dtype)
+        y = product(rows, weight.T).reshape(*x.shape[:-1], -1)
     else:
         y = F.linear(x if dtype is weight.dtype else x.to(weight.dtype), weight)
     if y.dtype is not dtype:

@@ -196,7 +196,7 @@ class GPNState:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 names = file.keys()  # the numbers of what follows must be those of the kept state
-                tensors = {name: aligned(file.get_tensor(name)) for name in names}
+                tensors: dict[str, Any] = {n: aligned(file.get_tensor(n)) for n in names}
         except (OSError, SafetensorError) as error:
             raise UserError(f"state {path} cannot be read: {error}") from None
         if FILE_KIND not in metadata:

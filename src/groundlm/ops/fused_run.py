@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groundlm.model.products import product
 from groundlm.ops import native, stages
 from groundlm.ops.fused_backward import Arriving, backward_segment
 from groundlm.ops.fused_forward import (
@@ -20,7 +21,7 @@ from groundlm.ops.fused_forward import (
     unit,
 )
 from groundlm.ops.lazy_memory import chunk_tokens
-from groundlm.ops.packed_linear import PackedLinear, product
+from groundlm.ops.packed_linear import PackedLinear
 from groundlm.ops.reference import segment_tokens
 from groundlm.ops.stages import Sizes, empty
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from groundlm.ops.packed_linear import product
+from groundlm.model.products import product
 
 IGNORE_INDEX = -100
 SLICE_LOGITS = 1 << 23

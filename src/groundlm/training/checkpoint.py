@@ -51,17 +51,28 @@ def checkpoints(run: Path) -> list[Path]:
 def newest_whole(run: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose files are all there with the content that was written.
 
-    Newer ones that are damaged get a name beginning with `.damaged-`, so that they count as
-    checkpoints no more, and are named through `say`.
+    Newer ones that are damaged are named through `say`, and get a name beginning with `.damaged-`,
+    so that they count as checkpoints no more. Where none is whole, all keep their names.
+
+    Raises `RunFault` if the folder cannot be changed.
     """
+    damaged: list[Path] = []
     for checkpoint in reversed(checkpoints(run)):
         damage = what_is_damaged(checkpoint)
         if damage is None:
+            for path in damaged:
+                _set_aside(path)
             return checkpoint
-        aside = _free_name(checkpoint.with_name(DAMAGED + checkpoint.name))
-        checkpoint.rename(aside)
-        say(f"passing over {checkpoint}: {damage}; kept as {aside.name}")
+        say(f"passing over {checkpoint}: {damage}")
+        damaged.append(checkpoint)
     return None
+
+
+def _set_aside(checkpoint: Path) -> None:
+    try:
+        checkpoint.rename(_free_name(checkpoint.with_name(DAMAGED + checkpoint.name)))
+    except OSError as error:
+        raise RunFault(f"damaged {checkpoint} cannot be renamed: {error}") from None
 
 
 def what_is_damaged(checkpoint: Path) -> str | None:
@@ -76,8 +87,11 @@ def what_is_damaged(checkpoint: Path) -> str | None:
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if file_sha256(path) != sha256:
-            return f"{name} ({path.stat().st_size:,} bytes) is damaged"
+        try:
+            if file_sha256(path) != sha256:
+                return f"{name} ({path.stat().st_size:,} bytes) is damaged"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
     return None
 
 
@@ -119,7 +133,8 @@ def rotate(run: Path, newest: int, every: int | None, best_step: int | None) -> 
     for checkpoint in checkpoints(run)[:-newest]:
         step = step_of(checkpoint)
         if step != best_step and not (every and step % every == 0):
-            shutil.rmtree(checkpoint)
+            # What cannot be removed costs room, not the run.
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:

@@ -16,7 +16,9 @@ def train_command(config: TrainConfig) -> int:
         print(f"step {figures['step']}, {figures['tokens']:,} tokens: {figures['checkpoint']}")
         if figures["skipped_steps"]:
             print(f"{figures['skipped_steps']} steps skipped: loss or gradient not finite")
-        if figures["heldout_nats_per_token"] is not None:
+        if figures.get("heldout_step") == figures["step"] and (
+            figures["heldout_nats_per_token"] is not None
+        ):
             nats = figures["heldout_nats_per_token"]
             print(f"held-out {nats:.4f} nats per token; score all of it with")
             print(f"  groundlm eval --model {figures['checkpoint']} --data {config.data.path}")

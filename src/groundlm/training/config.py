@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from groundlm.data.windows import SEEDS
 from groundlm.errors import UserError
 
 
@@ -136,6 +137,8 @@ architecture. `vocab_size` is taken from the data when left out."""
                 _at_least(f"training.{name}", getattr(t, name), 1)
         for name in ("eval_every", "eval_windows"):
             _at_least(f"training.{name}", getattr(t, name), 0)
+        if not 0 <= t.seed < SEEDS:
+            raise UserError(f"training.seed is {t.seed}: it must lie in [0, {SEEDS})")
         o = self.optimizer
         for name in ("learning_rate", "weight_decay", "clip_norm", "warmup_steps"):
             _at_least(f"optimizer.{name}", getattr(o, name), 0)

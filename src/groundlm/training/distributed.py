@@ -63,8 +63,15 @@ class Ranks:
         return self.rank == 0
 
     def device(self, device: torch.device) -> torch.device:
-        """This rank's device: on a machine with several GPUs, its own."""
-        return torch.device("cuda", self.local_rank) if device.type == "cuda" else device
+        """This rank's device: under torchrun, the GPU of its local rank.
+
+        Raises `UserError` for a numbered GPU that all ranks would share.
+        """
+        if self.world == 1 or device.type != "cuda":
+            return device
+        if device.index is not None:
+            raise UserError(f"training.device {device}: under torchrun each rank takes its own GPU")
+        return torch.device("cuda", self.local_rank)
 
     def share(self, count: int) -> range:
         """This rank's part of `count` things: contiguous, sizes differing by at most one.
@@ -127,9 +134,10 @@ class Ranks:
         except UserError as caught:
             error = caught
         if self.world > 1:
-            # The first rank that failed speaks for all.
+            # The first rank that failed itself speaks for all.
             code = 0 if error is None else error.exit_code
-            shared = torch.tensor([code, self.world - self.rank if code else 0])
+            own = error is not None and not isinstance(error, FailedElsewhere)
+            shared = torch.tensor([code, self.world - self.rank if own else 0])
             shared = shared.to(self._device())
             dist.all_reduce(shared, dist.ReduceOp.MAX)
             code, first = int(shared[0]), self.world - int(shared[1])

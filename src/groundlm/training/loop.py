@@ -159,8 +159,19 @@ class Run:
             rows = self.ranks.share(self.config.training.batch_size)
             state = GPNState.load(extra / "state.safetensors", device=self.device)
             self.gradient.carried = state.rows(slice(rows.start, rows.stop))
-        self.figures |= ckpt.read_progress(newest)["figures"]
+        progress = ckpt.read_progress(newest)
+        self.figures |= progress["figures"]
         self.figures |= {"run": str(self.folder), "checkpoint": str(newest)}
+        if progress["heldout"] != self._heldout_text():
+            self.say("held-out losses are of other text from here on: the best one starts anew")
+            names = ("heldout_nats_per_token", "best_heldout_nats_per_token", "best_step")
+            self.figures |= dict.fromkeys(names)
+
+    def _heldout_text(self) -> str | None:
+        """What held-out losses of this run are of; equal for equal text."""
+        if self.heldout is None:
+            return None
+        return f"{self.heldout.info.content_sha256()} {self.config.training.eval_windows}"
 
     def train(self) -> dict[str, Any]:
         """Run to the last step; a SIGINT or SIGTERM ends it after the current step, saved."""
@@ -172,19 +183,20 @@ class Run:
                 self.reporter.tell(f"continuing {self.folder} from step {self.step}")
             self.reporter.tell(self.headline())
             signals = stack.enter_context(Signals())
-            clock = Clock()
+            clock, due = Clock(), False
             while self.step < self.last_step:
                 self._one_step(clock)
                 caught = self.ranks.largest(signals.caught)
                 done = self.step >= self.last_step
                 if done or (t.eval_every and self.step % t.eval_every == 0):
                     self._evaluate()
-                skipping = f["skipped_in_a_row"] > 0
-                if done or caught or (self.step % t.save_every == 0 and not skipping):
+                due = due or self.step % t.save_every == 0
+                if done or caught or (due and not f["skipped_in_a_row"]):
                     self._save()
+                    due = False
                 with self.ranks.together():
                     self.reporter.check()
-                if caught:
+                if caught and not done:
                     f["interrupted_by"] = caught
                     break
                 clock.restart()
@@ -301,6 +313,7 @@ class Run:
             "step": self.step,
             "figures": self.figures,
             "settings": self.settings,
+            "heldout": self._heldout_text(),
             "environment": environment(self.device),
         }
         fill = partial(self._fill_checkpoint, state=state)

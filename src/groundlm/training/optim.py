@@ -39,6 +39,7 @@ class Optimizers:
         others = {n: p for n, p in names.items() if n not in self.matrices}
         self.parameters = list(names.values())
         self._named: dict[str, nn.Parameter] = {}
+        self._parts: dict[str, tuple[nn.Parameter, slice]] = {}
         self._keys: dict[str, tuple[str, ...]] = {}
         self._optimizers: list[Optimizer] = [self._adamw(others)]
         if self.matrices:
@@ -96,7 +97,7 @@ class Optimizers:
         bound = clip if clip > 0 else math.inf
         norm = float(nn.utils.clip_grad_norm_(self.parameters, bound))
         if math.isfinite(norm):
-            for key, (parameter, rows) in getattr(self, "_parts", {}).items():
+            for key, (parameter, rows) in self._parts.items():
                 self._named[key].grad = None if parameter.grad is None else parameter.grad[rows]
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
@@ -123,6 +124,8 @@ class Optimizers:
         """Put moments back; `UserError` naming source and tensor if one is missing or misshapen."""
         for name, parameter in self._named.items():
             loaded = {}
+            if not any(f"{name}.{key}" in tensors for key in self._keys[name]):
+                continue  # saved before its first step
             for key in self._keys[name]:
                 tensor = tensors.get(f"{name}.{key}")
                 want = torch.Size([]) if key == "step" else parameter.shape

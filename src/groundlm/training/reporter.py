@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from groundlm.errors import RunFault
 from groundlm.training.metrics import MetricsFile, ProgressLine, finite
 from groundlm.training.runfolder import write_config
-from groundlm.training.trackers import TRACKERS
+from groundlm.training.trackers import TRACKERS, NoTracker, Tracker, require_tracker
 
 
 class Clock:
@@ -62,18 +63,19 @@ class Reporter(Silence):
     ) -> None:
         """Raises `UserError` for a tracker that is not installed, `RunFault` for a full disk."""
         self._fault: OSError | None = None
-        self._tracker = TRACKERS[tracker](folder, config)
+        require_tracker(tracker)
         write_config(folder, config)
         try:
             self._metrics = MetricsFile(folder / "metrics.jsonl", step)
         except OSError as error:
             raise RunFault(f"{folder / 'metrics.jsonl'} cannot be written: {error}") from None
+        self._tracker: Tracker = TRACKERS[tracker](folder, config)
         self._display = ProgressLine(step, last_step)
 
     def __exit__(self, *exc: object) -> None:
+        self._track(self._tracker.close)
         self._display.close()
         self._metrics.close()
-        self._tracker.close()
 
     def record(self, step: int, figures: dict[str, Any]) -> None:
         """One line of metrics.jsonl, and the tracker's record."""
@@ -82,7 +84,15 @@ class Reporter(Silence):
             self._metrics.write(record)
         except OSError as error:
             self._fault = error
-        self._tracker.write(finite(record))
+        self._track(lambda: self._tracker.write(finite(record)))
+
+    def _track(self, send: Callable[[], None]) -> None:
+        """Let a tracker's failure (a network, a service) cost its records and not the run."""
+        try:
+            send()
+        except Exception as error:  # each service has its own kinds
+            self._tracker = NoTracker()
+            self.tell(f"no more records go to the tracker: {' '.join(str(error).split())}")
 
     def progress(self, step: int, note: str, report: bool) -> None:
         """Move the bar; where there is no terminal, print a line if `report`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -52,7 +53,8 @@ class Online:
 
     def __init__(self, package: str, run: Path, config: dict[str, Any]) -> None:
         self._module = _require(package, package)
-        self._module.init(project=PROJECT, name=run.name, config=config, resume="allow")
+        options: dict[str, Any] = {"id": _run_id(run)} if package == "wandb" else {}
+        self._module.init(project=PROJECT, name=run.name, config=config, resume="allow", **options)
 
     def write(self, record: dict[str, Any]) -> None:
         self._module.log(_numbers(record), step=record["step"])
@@ -70,11 +72,25 @@ TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
 """Trackers by the name that `training.log` takes."""
 
 
+def require_tracker(name: str) -> None:
+    """Raises `UserError` if the package of a tracker is not installed."""
+    if name != "none":
+        _require(name, name)
+
+
 def _require(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
         raise UserError(f"training.log {package} needs a package: pip install {package}") from None
+
+
+def _run_id(run: Path) -> str:
+    """The identifier under which a run is continued, kept in its folder."""
+    path = run / "tracker_id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex, "utf-8")
+    return path.read_text("utf-8").strip()
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
