@@ -68,6 +68,15 @@ def test_whole_table(compare_config, token_data, tmp_path, capsys):
     assert [c["tokens"] for c in curves] == [[64, 128, 192, 256]] * 4
 
 
+def test_foreign_folder_is_not_touched(compare_config, tmp_path):
+    out = tmp_path / "foreign"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty and holds no comparison"):
+        run_compare(compare_config(out=str(out)))
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+
 def test_runs_and_scores_are_those_of_train_and_eval(compare_config, token_data, tmp_path):
     config = compare_config(seeds=[3])
     run_compare(config)

@@ -149,7 +149,7 @@ def test_out_that_cannot_be_a_folder_is_named(train_config, tmp_path):
 
 def test_a_run_is_held_by_one_process(train_config, tmp_path):
     run_train(train_config(training__stop_at=2))
-    with held(tmp_path / "run"), pytest.raises(UserError, match="another process is training in"):
+    with held(tmp_path / "run"), pytest.raises(UserError, match="another process is at work in"):
         run_train(train_config())
     assert run_train(train_config())["step"] == 10
 

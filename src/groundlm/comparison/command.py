@@ -29,8 +29,11 @@ from groundlm.evaluation import record
 from groundlm.model.loading import one_line
 from groundlm.models import versions
 from groundlm.training.metrics import replace_text
+from groundlm.training.runfolder import CONFIG_NAME, held
 
 Figures = dict[str, Any]
+
+MARK = "# groundlm compare: the configuration of this comparison\n"
 
 __all__ = ["CompareConfig", "run_compare"]
 
@@ -46,7 +49,8 @@ def run_compare(config: CompareConfig) -> int:
         raise UserError("start one process; --launcher names what starts several for a training")
     prepare_data(config)
     comparison = Comparison(config)
-    stopped = comparison.make()
+    with held(comparison.out, "--out", MARK, "comparison"):
+        stopped = comparison.make()
     if stopped:
         say("stopped by a signal; the same command goes on")
         return 128 + stopped
@@ -89,9 +93,8 @@ class Comparison:
 
         What is finished already is taken up first, so that no table is poorer than the last.
         """
-        record.make_folder_of(self.out / "results.json")
         config = yaml.safe_dump(self.config.as_dict(), sort_keys=False)
-        write_text(self.out / "config.yaml", config)
+        write_text(self.out / CONFIG_NAME, MARK + config)
         entries = list(zip(self.records, in_order(self.config, self.models), strict=True))
         for entry, (model, seed) in entries:
             with suppress(NotFinished):

@@ -19,10 +19,13 @@ MARK = "# groundlm train: the configuration of this run, all fields filled in\n"
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Make the folder if need be and keep every other process from training in it.
+def held(
+    folder: Path, option: str = "--training.out", mark: str = MARK, kind: str = "run"
+) -> Iterator[None]:
+    """Make the folder if need be and keep every other process from working in it.
 
-    What is still empty at the end is removed again.
+    `option` and `kind` name folder and content in messages; a config.yaml that begins with `mark`
+    tells our folders from others. What is still empty at the end is removed again.
 
     Raises UserError if it cannot be made, another process holds it, or it holds something else.
     """
@@ -31,13 +34,13 @@ def held(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise UserError(f"--training.out {folder} cannot be written: {error.strerror}") from None
+        raise UserError(f"{option} {folder} cannot be written: {error.strerror}") from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process is training in {folder}") from None
-        check_is_run(folder)
+            raise UserError(f"another process is at work in {folder}") from None
+        check_is_ours(folder, mark, kind)
         yield
     finally:
         os.close(handle)
@@ -46,15 +49,15 @@ def held(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def check_is_run(folder: Path) -> None:
+def check_is_ours(folder: Path, mark: str, kind: str) -> None:
     """Refuse a folder that has files and no configuration that we wrote."""
     try:
-        marked = (folder / CONFIG_NAME).read_text("utf-8", "replace").startswith(MARK)
+        marked = (folder / CONFIG_NAME).read_text("utf-8", "replace").startswith(mark)
     except OSError:
         marked = False
     others = {path.name for path in folder.iterdir()} - {f"{CONFIG_NAME}.partial"}
     if others and not marked:
-        raise UserError(f"{folder} is not empty and holds no run")
+        raise UserError(f"{folder} is not empty and holds no {kind}")
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
