@@ -14,6 +14,8 @@ from groundlm import GPNConfig, GPNForCausalLM
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_NAMES = ["gpn", "gpn_m_1l", "gpn_m_1l_bias", "gpn_m_2l"]
+LLAMA = {"model_type": "llama", "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "intermediate_size": 8, "tie_word_embeddings": True}  # fmt: skip
 
 
 class Golden:

@@ -209,7 +209,7 @@ def _normalise(arguments: list[str], config_class: type, preset_folder: str | No
     """Underscores in flags, preset names as paths, several values of a list flag as one list."""
     hints = dict(_fields(config_class))
     lists = {f"--{name}" for name, hint in hints.items() if str(hint).startswith(("list", "tuple"))}
-    booleans = {f"--{name}" for name, hint in hints.items() if hint is bool}
+    booleans = {f"--{name}" for name, hint in hints.items() if hint in (bool, bool | None)}
     out: list[str] = []
     stream = _Peekable(arguments)
     for word in stream:

@@ -52,13 +52,18 @@ def build_model(sizes: dict[str, Any], seed: int) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+def build_skeleton(sizes: dict[str, Any]) -> PreTrainedModel:
+    """A model without weights (on the device `meta`), to be asked about its kind and shapes."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(build_config(sizes))
+
+
 def count_parameters(sizes: dict[str, Any]) -> dict[str, int]:
     """Parameters without building the weights: `total`, `embedding` and `rest`.
 
     An untied head, as large as the embedding, counts as embedding.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(build_config(sizes))
+    model = build_skeleton(sizes)
     total = sum(p.numel() for p in model.parameters())
     head = model.get_output_embeddings()
     matrices = [model.get_input_embeddings().weight, *([] if head is None else [head.weight])]

@@ -6,11 +6,10 @@ import pytest
 
 from groundlm.comparison.config import CompareConfig, ModelConfig
 from groundlm.training.config import DataConfig, OptimizerConfig, TrainingConfig
+from helpers import LLAMA
 
 GPN = {"model_type": "gpn", "state_size": 20, "embedding_size": 12, "ffn_size": 24, "num_heads": 2,
        "head_k_dim": 5, "head_v_dim": 7}  # fmt: skip
-LLAMA = {"model_type": "llama", "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "intermediate_size": 8, "tie_word_embeddings": True}  # fmt: skip
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,16 +15,19 @@ import pytest
 import yaml
 
 from groundlm.cli import main, parse, presets
-from groundlm.comparison import command, training
+from groundlm.comparison import command, scoring, training
 from groundlm.comparison.command import run_compare
 from groundlm.comparison.config import CompareConfig, ModelConfig, SweepConfig
 from groundlm.comparison.matrix import make_run, settle_models
-from groundlm.data.windows import TokenSplit
-from groundlm.errors import FailedElsewhere, RunFault, UserError
+from groundlm.comparison.scoring import scores_path
+from groundlm.data.windows import TokenSplit, TrainingWindows
+from groundlm.errors import RunFault, UserError
+from groundlm.evaluation import score
 from groundlm.evaluation.command import EvalConfig, evaluate
+from groundlm.model.loading import load_model
 from groundlm.training import checkpoint as ckpt
 from groundlm.training.loop import run_train
-from helpers import ONE_THREAD, last_tensors, metrics
+from helpers import LLAMA, ONE_THREAD, last_tensors, metrics
 
 FILES = {"config.yaml", "loss_by_position.json", "loss_by_position.png", "loss_curves.json",
          "loss_curves.png", "results.json", "runs", "table.md"}  # fmt: skip
@@ -55,7 +59,10 @@ def test_whole_table(compare_config, token_data, tmp_path, capsys):
         assert abs(run["parameters"] / 8000 - 1) <= 0.01
         assert run["embedding_parameters"] + run["other_parameters"] == run["parameters"]
         assert run["heldout_tokens"] == manifest["splits"]["heldout"]["tokens"]
-        assert run.keys() >= {"seconds", "tokens_per_s", "commit", "versions", "learning_rate"}
+        assert run.keys() >= {"seconds", "tokens_per_s", "commit", "scored_with", "learning_rate"}
+        assert run["scored_with"].keys() == {"heldout", "lambada"}
+        low, high = run["perplexity_interval"]
+        assert low < run["perplexity"] < high
         assert run["trained_with"].keys() >= {"hardware", "threads", "torch"}
         assert 0 <= run["lambada_paper_accuracy"] <= 1
     assert len({run["perplexity"] for run in results["runs"]}) == 4
@@ -172,31 +179,255 @@ def test_sweep_takes_the_best_rate_by_heldout_loss(compare_config):
     grounded, deep = results_of(config)["table"]
     assert (grounded["learning_rate"], grounded["source"], grounded["sweep"]) == (3e-3, "own", None)
     assert (deep["learning_rate"], deep["source"]) == (1e-2, "sweep")
-    tried = {t["learning_rate"]: t["heldout_nats_per_token"] for t in deep["sweep"]["tried"]}
-    assert list(tried) == rates
+    tried = {t["learning_rate"]: t["unread_nats_per_token"] for t in deep["sweep"]["tried"]}
+    assert list(tried) == sorted(rates)
     assert min(tried, key=tried.get) == 1e-2
     assert deep["sweep"]["at_edge"]
     runs = sorted(p.name for p in (Path(config.out) / "sweep").iterdir())
-    assert runs == ["deep-lr0.01", "deep-lr1e-05", "deep-lr1e-06"]
+    assert runs == ["deep-lr0.01", "deep-lr1e-05", "deep-lr1e-06", "deep.json"]
     assert metrics(Path(config.out) / "sweep" / "deep-lr0.01")[-1]["step"] == 6
     assert run_compare(config) == 0
     assert results_of(config)["table"][1] == deep
     assert "the best lies at the edge" in (Path(config.out) / "table.md").read_text()
 
 
-def test_rate_that_diverges_is_out(compare_config, monkeypatch):
-    config = compare_config(seeds=[1], sweep=SweepConfig([1e-2, 1e-3], steps=2))
+def no_training(monkeypatch):
+    monkeypatch.setattr(training, "run_train", lambda config: pytest.fail(config.training.out))
+
+
+def test_rate_that_diverges_is_out_for_good(compare_config, monkeypatch):
+    config = compare_config(seeds=[1], sweep=SweepConfig([1e30, 1e-3], steps=4))
+    config = replace(config, training=replace(config.training, max_skipped_steps=2))
+    assert run_compare(config) == 0
+    results = results_of(config)
+    for row in results["table"]:
+        assert row["learning_rate"] == 1e-3
+        tried = {t["learning_rate"]: t["unread_nats_per_token"] for t in row["sweep"]["tried"]}
+        assert tried[1e30] is None
+        assert tried[1e-3] < 7
+    no_training(monkeypatch)
+    assert run_compare(config) == 0
+    assert results_of(config) == results
+
+
+def test_model_that_no_rate_serves_ends_nothing_but_itself(compare_config, monkeypatch):
+    config = compare_config(seeds=[1], sweep=SweepConfig([1e30, 2e30], steps=4))
+    config = replace(
+        config,
+        training=replace(config.training, max_skipped_steps=2),
+        models=[config.models[0], replace(config.models[1], learning_rate=1e-3)],
+    )
+    assert run_compare(config) == 3
+    grounded, deep = results_of(config)["runs"]
+    assert grounded["fault"] == "no learning rate of the sweep gives a finite loss (1e+30, 2e+30)"
+    assert deep["status"] == "finished"
+    no_training(monkeypatch)
+    assert run_compare(config) == 3
+
+
+def test_fault_of_a_short_run_is_not_taken_for_divergence(compare_config, monkeypatch):
+    config = compare_config(seeds=[1], sweep=SweepConfig([1e-2, 1e-3], steps=4))
 
     def fail(config):
-        if "lr0.01" in config.training.out:
-            raise RunFault("loss not finite")
+        if "deep-lr0.01" in config.training.out:
+            raise RunFault("disk full")
         return run_train(config)
 
     monkeypatch.setattr(training, "run_train", fail)
+    assert run_compare(config) == 3
+    grounded, deep = results_of(config)["runs"]
+    assert (grounded["status"], deep["status"], deep["fault"]) == (
+        "finished",
+        "failed",
+        "disk full",
+    )
+    monkeypatch.setattr(training, "run_train", run_train)
     assert run_compare(config) == 0
-    for row in results_of(config)["table"]:
-        assert row["learning_rate"] == 1e-3
-        assert row["sweep"]["tried"][0]["heldout_nats_per_token"] is None
+    assert len(results_of(config)["table"][1]["sweep"]["tried"]) == 2
+
+
+def test_sweep_goes_on_beyond_its_edge_and_is_shared(compare_config, tmp_path, monkeypatch):
+    sweep = SweepConfig([1e-5, 1e-4], steps=6, extend=2, out=str(tmp_path / "rates"))
+    config = compare_config(seeds=[1], sweep=sweep)
+    entries = [config.models[0], replace(config.models[1], learning_rate_of="grounded")]
+    config = replace(config, models=entries)
+    assert run_compare(config) == 0
+    grounded, deep = results_of(config)["table"]
+    assert [t["learning_rate"] for t in grounded["sweep"]["tried"]] == [1e-5, 1e-4, 1e-3, 1e-2]
+    assert (deep["learning_rate"], deep["source"]) == (grounded["learning_rate"], "grounded")
+    assert "- deep: learning rate of grounded." in (Path(config.out) / "table.md").read_text()
+    trained = []
+
+    def note(config):
+        trained.append(Path(config.training.out).name)
+        return run_train(config)
+
+    monkeypatch.setattr(training, "run_train", note)
+    longer = replace(config.training, steps=5)
+    assert run_compare(replace(config, out=str(tmp_path / "longer"), training=longer)) == 0
+    assert trained == ["grounded-seed1", "deep-seed1"]
+
+
+def test_rates_are_chosen_on_training_windows_that_short_runs_do_not_read(compare_config):
+    config = compare_config(seeds=[1], sweep=SweepConfig([1e-2], steps=6, windows=10))
+    run_compare(config)
+    row = results_of(config)["table"][0]
+    (nats,) = [t["unread_nats_per_token"] for t in row["sweep"]["tried"]]
+    split = TokenSplit.open(config.data.path, "train")
+    windows = TrainingWindows(split, 16, 4, 1)
+    read = {windows.window_at(i) for i in range(6 * 4)}
+    last = windows.num_windows // 4
+    chosen = [windows.window_at(i) for i in range(4 * (last - 3), 4 * last)]
+    assert not read & set(chosen)
+    model = load_model(ckpt.newest_whole(Path(config.out) / "sweep" / "grounded-lr0.01", print))
+    each = [score(model, split.read(16 * w, 17), 16)[0] / 16 for w in chosen]
+    assert nats == pytest.approx(sum(each) / len(each), rel=1e-5)
+    config = replace(config, sweep=replace(config.sweep, steps=last - 2))
+    with pytest.raises(UserError, match=rf"sweep.steps is {last - 2}: with 3 more"):
+        run_compare(config)
+
+
+def test_damaged_checkpoint_ends_nothing_but_its_run(compare_config):
+    config = compare_config(seeds=[1])
+    run_compare(config)
+    run = Path(config.out) / "runs" / "grounded-seed1"
+    shutil.rmtree(run / "eval")
+    for path in run.rglob("model.safetensors"):
+        path.write_bytes(b"")
+    assert run_compare(config) == 3
+    grounded, deep = results_of(config)["runs"]
+    assert "holds no undamaged checkpoint" in grounded["fault"]
+    assert deep["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", "{", '{"trained": []}', '{"trained": {"step": 4}}']
+)
+def test_damaged_scores_are_made_anew(content, compare_config):
+    config = compare_config(seeds=[1])
+    run_compare(config)
+    before = results_of(config)["runs"]
+    path = scores_path(Path(before[0]["run"]))
+    path.write_text(content)
+    assert run_compare(config) == 0
+    after = results_of(config)["runs"]
+    for old, new in zip(before, after, strict=True):
+        assert old["perplexity"] == new["perplexity"]
+        assert old["tokens"] == new["tokens"]
+
+
+def test_parts_of_the_scores_are_made_anew_each_when_its_own_cause_changes(
+    compare_config, tmp_path, monkeypatch
+):
+    config = compare_config(seeds=[1])
+    run_compare(config)
+    made = []
+    for part in ("heldout", "lambada"):
+        scorer = scoring._SCORERS[part]
+        monkeypatch.setitem(
+            scoring._SCORERS, part, lambda *a, p=part, s=scorer: made.append(p) or s(*a)
+        )
+    assert run_compare(config) == 0
+    assert made == []
+    passages = tmp_path / "lambada.jsonl"
+    passages.write_text('{"text": "the state memory reads"}\n')
+    config = replace(config, lambada=str(passages))
+    assert run_compare(config) == 0
+    assert made == ["lambada", "lambada"]
+    made.clear()
+    (Path(config.out) / "runs" / "deep-seed1" / "eval" / "compare.lambada.jsonl").unlink()
+    assert run_compare(config) == 0
+    assert made == ["lambada"]
+    made.clear()
+    run = Path(config.out) / "runs" / "deep-seed1"
+    perplexity = results_of(config)["runs"][1]["perplexity"]
+    other = Path(config.out) / "runs" / "other"
+    shutil.move(run / "eval", tmp_path / "eval")
+    shutil.rmtree(run)
+    split = TokenSplit.open(config.data.path, "train")
+    model = settle_models(config, split.vocab_size)[1]
+    training_run = make_run(config, model, 1, 1e-2)
+    run_train(training_run.train)  # the same run, at another time: another checkpoint
+    shutil.move(tmp_path / "eval", run / "eval")
+    assert run_compare(config) == 0
+    assert made == ["heldout", "lambada"]
+    assert results_of(config)["runs"][1]["perplexity"] == perplexity
+    assert not other.exists()
+
+
+def test_scored_runs_need_no_checkpoints(compare_config, tmp_path, monkeypatch):
+    config = compare_config()
+    run_compare(config)
+    before = results_of(config)
+    for folder in Path(config.out).glob("runs/*/checkpoints"):
+        shutil.rmtree(folder)
+    no_training(monkeypatch)
+    assert run_compare(config) == 0
+    after = results_of(config)
+    assert {run["checkpoint"] for run in after["runs"]} == {None}
+    assert after["table"] == before["table"]
+    passages = tmp_path / "lambada.jsonl"
+    passages.write_text('{"text": "the state memory reads"}\n')
+    assert run_compare(replace(config, lambada=str(passages))) == 3
+    assert "its checkpoint is gone" in results_of(config)["runs"][0]["fault"]
+    changed = replace(config, optimizer=replace(config.optimizer, warmup_steps=1))
+    with pytest.raises(UserError, match="warmup_steps = 2, not 1"):
+        run_compare(changed)
+
+
+def test_scores_that_are_no_numbers_end_nothing_but_their_run(compare_config, monkeypatch):
+    config = compare_config(seeds=[1])
+
+    def broken(model, trained, exam, path):
+        if "grounded" in str(path):
+            model.get_input_embeddings().weight.data[:] = float("nan")
+        return scorer(model, trained, exam, path)
+
+    scorer = scoring._SCORERS["heldout"]
+    monkeypatch.setitem(scoring._SCORERS, "heldout", broken)
+    assert run_compare(config) == 3
+    grounded, deep = results_of(config)["runs"]
+    assert "grounded-seed1 cannot be scored" in grounded["fault"]
+    assert "not finite" in grounded["fault"]
+    assert deep["status"] == "finished"
+
+
+def test_models_have_options_of_their_own(compare_config):
+    config = compare_config(seeds=[1])
+    carried = replace(config.models[0], name="carried", training={"carry_state": True},
+                      optimizer={"name": "muon", "beta2": 0.9})  # fmt: skip
+    config = replace(config, models=[*config.models, carried])
+    assert run_compare(config) == 0
+    grounded, _, row = results_of(config)["table"]
+    assert grounded["options"] == {}
+    assert row["options"] == {"optimizer": {"name": "muon", "beta2": 0.9},
+                              "training": {"carry_state": True}}  # fmt: skip
+    made = yaml.safe_load((Path(config.out) / "runs" / "carried-seed1" / "config.yaml").read_text())
+    assert (made["optimizer"]["name"], made["training"]["carry_state"]) == ("muon", True)
+    table = (Path(config.out) / "table.md").read_text()
+    assert (
+        "- carried: optimizer.name muon, optimizer.beta2 0.9, training.carry_state True." in table
+    )
+
+
+def test_documents_apart_in_training_are_apart_in_scoring(compare_config):
+    config = compare_config(seeds=[1])
+    data = replace(config.data, reset_at_documents=True)
+    with pytest.raises(UserError, match=r"deep: data.reset_at_documents is True: a model of type"):
+        run_compare(replace(config, data=data))
+    config = replace(config, data=data, models=config.models[:1], reference="grounded")
+    run_compare(config)
+    run = results_of(config)["runs"][0]
+    followed, ignored = (
+        evaluate(EvalConfig(model=run["checkpoint"], data=config.data.path, reset_at_documents=x))
+        for x in (None, False)
+    )
+    assert (
+        followed["state"]
+        == "reset at windows and at documents, each read after the one token before it"
+    )
+    assert run["perplexity"] == pytest.approx(followed["perplexity"], rel=1e-9)
+    assert run["perplexity"] != pytest.approx(ignored["perplexity"], rel=1e-5)
 
 
 def test_launcher_trains_in_another_process(compare_config):
@@ -209,14 +440,12 @@ def test_launcher_trains_in_another_process(compare_config):
         run_compare(missing)
 
 
-@pytest.mark.parametrize(
-    ("code", "error"), [(2, FailedElsewhere), (3, RunFault), (1, RunFault), (0, RunFault)]
-)
-def test_launcher_that_fails(code, error, compare_config):
+@pytest.mark.parametrize("code", [2, 3, 1, 0])
+def test_launcher_that_fails(code, compare_config):
     launcher = [sys.executable, "-S", "-c", f"raise SystemExit({code})"]
     config = compare_config(seeds=[1], launcher=launcher)
     run, split = only_run(config)
-    with pytest.raises(error):
+    with pytest.raises(RunFault):
         training.train(run, split, launcher)
 
 
@@ -275,6 +504,10 @@ def test_signal_ends_the_command_with_a_run_that_goes_on(compare_config, tmp_pat
     assert ckpt.newest_whole(run, print) is not None
 
 
+def own(**values):
+    return ModelConfig("deep", **{"model": LLAMA} | values)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -292,6 +525,19 @@ def test_signal_ends_the_command_with_a_run_that_goes_on(compare_config, tmp_pat
         ({"models": [ModelConfig("deep"), ModelConfig("deep")]}, "deep is there 2 times"),
         ({"models": [ModelConfig("deep", preset="lama")]}, "deep: no preset or file 'lama'"),
         ({"lambada": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"lambada": "no/where.txt"}, "LAMBADA file no/where.txt does not exist"),
+        ({"prepare": {"out": "x"}}, "prepare.out is not for a comparison: set data.path"),
+        ({"sweep": SweepConfig([1e-3], windows=0)}, "sweep.windows is 0"),
+        ({"sweep": SweepConfig([1e-3], extend=1)}, "sweep.extend needs two"),
+        ({"models": [own(training={"steps": 3})]}, "deep: training.steps is not a model's own"),
+        ({"models": [own(training={"carry_stat": 1})]}, "did you mean training.carry_state?"),
+        ({"models": [own(training={"carry_state": "x"})]}, "deep: "),
+        ({"models": [own(training={"carry_state": True})]}, "a model of type llama has no state"),
+        ({"models": [own(optimizer={"learning_rate": 1.0})]}, "set its learning_rate"),
+        ({"models": [own(learning_rate_of="x")]}, "deep: learning_rate_of 'x' is no model"),
+        ({"models": [own(learning_rate_of="deep")]}, "deep: learning_rate_of deep, which has"),
+        ({"models": [own(learning_rate_of="deep", learning_rate=1.0)]}, "deep has both"),
+        ({"models": [own(model=LLAMA | {"max_position_embeddings": 8})]}, "at most 8"),
     ],
 )
 def test_bad_settings_are_refused(change, message, compare_config):
@@ -309,7 +555,7 @@ def test_what_the_comparison_sets_itself_is_refused(field, compare_config):
         run_compare(compare_config(training=changed))
 
 
-def test_data_is_prepared_where_there_is_none(compare_config, tmp_path):
+def test_data_is_prepared_where_there_is_none(compare_config, tmp_path, capsys):
     from helpers import write_documents
 
     write_documents(tmp_path / "new.jsonl", 60)
@@ -320,8 +566,20 @@ def test_data_is_prepared_where_there_is_none(compare_config, tmp_path):
     config = replace(config, data=data, prepare=options)
     with pytest.raises(UserError, match="did you mean tokenizer"):
         run_compare(replace(config, prepare={"tokeniser": "x"}))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    unfit = replace(config.models[1], preset="lama")
+    for change in ({"out": str(foreign)}, {"models": [unfit]}, {"lambada": "nowhere.jsonl"},
+                   {"out": str(foreign / "thesis.txt")}):  # fmt: skip
+        with pytest.raises(UserError):
+            run_compare(replace(config, **change))
+        assert not (tmp_path / "new").exists()
     assert run_compare(config) == 0
     assert TokenSplit.open(tmp_path / "new", "train").vocab_size <= 290
+    assert "used as is" not in capsys.readouterr().err
+    assert run_compare(replace(config, prepare=options | {"heldout_share": 0.3})) == 0
+    assert "was not made as prepare says (heldout_share): used as is" in capsys.readouterr().err
 
 
 def test_command_line_errors_are_one_line(tmp_path, capsys):

@@ -7,7 +7,6 @@ import pytest
 
 from groundlm.comparison.plots import banded
 from groundlm.comparison.results import summarise
-from groundlm.comparison.scoring import by_position, heldout_figures
 from groundlm.comparison.table import markdown
 
 
@@ -18,7 +17,7 @@ def run(model, seed, perplexity, status="finished"):
 def model(name):
     return {"model": name, "layers": 1, "parameters": 30, "embedding_parameters": 10,
             "other_parameters": 20, "learning_rate": 1e-3, "source": "own",
-            "sweep": None}  # fmt: skip
+            "sweep": None, "options": {}}  # fmt: skip
 
 
 def test_gap_is_as_the_paper_gives_it():
@@ -49,10 +48,15 @@ def test_no_gap_before_the_reference_has_run():
     assert row["perplexity"]["gap_percent"] is None
 
 
-def test_position_means_leave_the_ragged_end_out():
-    nats = np.array([1, 2, 3, 10, 20, 30, 7], np.float32)
-    assert by_position(nats, 3) == [5.5, 11.0, 16.5]
-    assert by_position(nats[:2], 3) == []
+def test_a_seed_without_a_number_leaves_no_mean():
+    runs = [run("a", 1, 20.0), run("a", 2, None), run("r", 1, 10.0), run("r", 2, 10.0)]
+    row, reference = summarise([model("a"), model("r")], runs, "r")
+    assert row["perplexity"] == {
+        "mean": None, "sd": None, "n": 2, "gap_percent": None, "gap_sd": None
+    }  # fmt: skip
+    assert reference["perplexity"]["gap_percent"] == 0
+    backwards = summarise([model("r")], runs, "a")[0]["perplexity"]
+    assert (backwards["mean"], backwards["gap_percent"]) == (10.0, -50.0)
 
 
 def test_bands_cover_every_position_once():
@@ -62,18 +66,6 @@ def test_bands_cover_every_position_once():
     assert centres[0] == 1
     assert [c - 1 for c in centres] == pytest.approx(means)  # nats here are the positions
     assert means[-1] == 97.5  # positions 96 to 99
-
-
-def test_figures_count_text_alone_for_bits_per_byte(token_data):
-    from groundlm.data.windows import TokenSplit
-
-    split = TokenSplit.open(token_data, "heldout")
-    nats = np.full(split.tokens, 2.0, np.float32)
-    figures = heldout_figures(nats, split)
-    text_tokens = split.tokens - split.documents
-    assert figures["perplexity"] == pytest.approx(math.exp(2))
-    expected = 2 * text_tokens / math.log(2) / split.utf8_bytes
-    assert figures["bits_per_byte"] == pytest.approx(expected)
 
 
 def test_table_shows_what_is_missing_and_what_failed():

@@ -6,7 +6,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
 from groundlm import UserError
 from groundlm.baselines.gated_delta_net import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
@@ -20,7 +30,7 @@ from groundlm.evaluation.perplexity import (
     unigram_nats,
 )
 from groundlm.evaluation.reading import Reading, TokenList, walk
-from groundlm.evaluation.scoring import check_head, is_recurrent
+from groundlm.evaluation.scoring import check_scorable, is_recurrent
 
 WINDOW = 7
 
@@ -194,7 +204,7 @@ def test_slices_of_logits_do_not_matter(model, atol, monkeypatch):
 
 
 def test_a_model_that_changes_its_logits_is_refused(tiny_llama, model):
-    check_head(model)
+    check_scorable(model)
     forward = tiny_llama.forward
 
     def capped(*args, **kwargs):
@@ -204,7 +214,61 @@ def test_a_model_that_changes_its_logits_is_refused(tiny_llama, model):
 
     tiny_llama.forward = capped
     with pytest.raises(UserError, match="llama change their logits"):
-        check_head(tiny_llama)
+        check_scorable(tiny_llama)
+
+
+def test_granite_whose_logits_are_scaled_is_refused():
+    config = GraniteConfig(vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                           num_attention_heads=2, logits_scaling=4.0,
+                           initializer_range=0.3)  # fmt: skip
+    with pytest.raises(UserError, match="granite change their logits"):
+        check_scorable(GraniteForCausalLM(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_sees_what_follows_is_refused(dtype):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "initializer_range": 0.5}  # fmt: skip
+    with pytest.raises(UserError, match="bert change their logits after the head"):
+        check_scorable(BertLMHeadModel(BertConfig(**sizes, is_decoder=True)).to(dtype))
+    with pytest.raises(UserError, match="bert read a token in the light of those after it"):
+        check_scorable(BertLMHeadModel(BertConfig(**sizes)).to(dtype))
+
+
+def test_checking_leaves_the_mode_as_it_was(model):
+    model.train()
+    check_scorable(model)
+    assert model.training
+
+
+def test_resets_at_documents_are_those_of_training(tiny, token_data):
+    model = tiny(vocab_size=300)
+    split = TokenSplit.open(token_data, "heldout")
+    eos = split.eos_token_id
+    apart = score_split(model, split, 16, 4, reset_at_documents=True)
+    through = score_split(model, split, 16, 4)
+    inputs = np.concatenate([[eos], split.read(0, split.tokens - 1)])
+    with torch.inference_mode():
+        for start in range(0, 64, 16):
+            ids = torch.from_numpy(inputs[start : start + 16])[None]
+            targets = torch.from_numpy(split.read(start, 16))
+            logits = model(input_ids=ids, resets=ids == eos).logits[0]
+            nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            np.testing.assert_allclose(apart[start : start + 16], nats, atol=1e-9)
+    assert np.abs(apart - through).max() > 1e-3
+
+
+def test_qwen3_next_cannot_carry_its_state():
+    config = Qwen3NextConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_experts=0,
+        layer_types=["linear_attention"], linear_num_key_heads=1, linear_num_value_heads=1,
+        linear_key_head_dim=8, linear_value_head_dim=8, mlp_only_layers=[0],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match="needs a recurrent model, this is a qwen3_next"):
+        score(model, list(range(9)), window=4, state="carry")
+    assert score(model, list(range(9)), window=4)[1] == 8
 
 
 def test_nothing_to_score():

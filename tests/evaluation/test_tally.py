@@ -5,7 +5,13 @@ import pytest
 
 from groundlm import UserError
 from groundlm.evaluation.reading import Scored
-from groundlm.evaluation.tally import Tally, bootstrap, context_bands, perplexity_of
+from groundlm.evaluation.tally import (
+    Tally,
+    bootstrap,
+    context_bands,
+    every_position,
+    perplexity_of,
+)
 
 
 class Stream:
@@ -32,6 +38,13 @@ def test_sums_by_text_document_and_context():
         {"from": 3, "to": 3, "tokens": 1, "nats": 4.0},
         {"from": 9, "to": 10, "tokens": 2, "nats": 12.0},
     ]
+
+
+def test_position_by_position():
+    tally = Tally(Stream(), None, bands=every_position(3))
+    tally.add(scored(range(7), [1] * 7, [1, 2, 3, 1, 2, 3, 1], [1.0, 2, 3, 10, 20, 30, 7]))
+    assert [band["nats"] for band in tally.by_context()] == [6.0, 11.0, 16.5]
+    assert [(band["from"], band["to"]) for band in tally.by_context()] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_without_an_end_token_all_is_text():

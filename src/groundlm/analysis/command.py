@@ -16,7 +16,7 @@ from groundlm.analysis.stats import rounded, state_statistics
 from groundlm.data.tokenizer import load_tokenizer
 from groundlm.errors import UserError
 from groundlm.evaluation.record import make_folder_of, write_json
-from groundlm.evaluation.scoring import check_head, vocabulary_rows
+from groundlm.evaluation.scoring import check_scorable, vocabulary_rows
 from groundlm.model.loading import load_model
 from groundlm.model.modeling import GPNForCausalLM
 from groundlm.models import resolve_device, versions
@@ -76,7 +76,7 @@ def analyze(config: AnalyzeConfig) -> dict[str, Any]:
     if config.batch_size < 1 or config.example_tokens < 0:
         raise UserError("--batch-size must be at least 1, --example-tokens at least 0")
     model = load_model(config.model, config.dtype, resolve_device(config.device))
-    check_head(model)
+    check_scorable(model)
     tokenizer = load_tokenizer(config.model)
     source = open_source(config.data, config.text, model, tokenizer, config.model)
     ids_NT = sample_windows(source.stream, config.states, config.window_tokens)

@@ -18,18 +18,20 @@ from groundlm.comparison.config import CompareConfig
 from groundlm.comparison.matrix import Model, Run, in_order, make_run, settle_models
 from groundlm.comparison.results import summarise
 from groundlm.comparison.scoring import Exam, score_run
-from groundlm.comparison.sweep import settle_rate
+from groundlm.comparison.sweep import check_room, settle_rate
 from groundlm.comparison.table import markdown
 from groundlm.comparison.training import Interrupted, NotFinished, finished, train
-from groundlm.data.manifest import MANIFEST_NAME
+from groundlm.data.manifest import MANIFEST_NAME, Manifest
 from groundlm.data.prepare import PrepareConfig, prepare
+from groundlm.data.request import source
 from groundlm.data.windows import TokenSplit
 from groundlm.errors import RunFault, UserError
 from groundlm.evaluation import record
+from groundlm.evaluation.lambada import read_passages
 from groundlm.model.loading import one_line
 from groundlm.models import versions
 from groundlm.training.metrics import replace_text
-from groundlm.training.runfolder import CONFIG_NAME, held
+from groundlm.training.runfolder import CONFIG_NAME, check_is_ours, held
 
 Figures = dict[str, Any]
 
@@ -45,10 +47,13 @@ def run_compare(config: CompareConfig) -> int:
     Raises `UserError` for settings, data or runs that do not fit.
     """
     config.check()
+    settle_models(config, None)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("start one process; --launcher names what starts several for a training")
+    passages = None if config.lambada is None else read_passages(config.lambada)
+    refuse_foreign(Path(config.out))
     prepare_data(config)
-    comparison = Comparison(config)
+    comparison = Comparison(config, passages)
     with held(comparison.out, "--out", MARK, "comparison"):
         stopped = comparison.make()
     if stopped:
@@ -61,25 +66,47 @@ def run_compare(config: CompareConfig) -> int:
     return RunFault.exit_code if failed else 0
 
 
+def refuse_foreign(out: Path) -> None:
+    """Refuse, before any work, a folder that holds something else."""
+    if out.is_dir():
+        check_is_ours(out, MARK, "comparison")
+    elif out.exists():
+        raise UserError(f"--out {out} is a file")
+
+
 def prepare_data(config: CompareConfig) -> None:
-    """Make the token files where there are none and the configuration says how."""
-    if not config.prepare or Path(config.data.path, MANIFEST_NAME).exists():
+    """Make the token files where there are none and the configuration says how.
+
+    Files that are there are used; that they were made otherwise is said.
+    """
+    if not config.prepare:
         return
     arguments = [f"--out={config.data.path}"]
     for name, value in config.prepare.items():
         text = value if isinstance(value, str) and name != "input" else json.dumps(value)
         arguments.append(f"--{name}={text}")
-    prepare(parse(PrepareConfig, arguments, "compare"))
+    asked: PrepareConfig = parse(PrepareConfig, arguments, "compare")
+    if not Path(config.data.path, MANIFEST_NAME).exists():
+        prepare(asked)
+        return
+    manifest = Manifest.load(config.data.path)
+    theirs = manifest.source | {"seed": manifest.seed, "tokenizer": manifest.tokenizer.source}
+    ours = source(asked) | {"seed": asked.seed, "tokenizer": asked.tokenizer}
+    if other := [name for name in ours if ours[name] != theirs.get(name)]:
+        say(
+            f"{config.data.path} is there and was not made as prepare says ({other[0]}): used as is"
+        )
 
 
 class Comparison:
     """The runs of a comparison and what is known of each."""
 
-    def __init__(self, config: CompareConfig) -> None:
+    def __init__(self, config: CompareConfig, passages: list[str] | None) -> None:
         self.config, self.out = config, Path(config.out)
         self.split = TokenSplit.open(config.data.path, "train")
-        self.exam = Exam.of(config)
         self.models = settle_models(config, self.split.vocab_size)
+        check_room(config, self.split)
+        self.exam = Exam.of(config, passages)
         self.rates: dict[str, dict[str, Any]] = {}
         self.records = [
             {"model": model.name, "seed": seed, "status": "missing"}
@@ -97,7 +124,7 @@ class Comparison:
         write_text(self.out / CONFIG_NAME, MARK + config)
         entries = list(zip(self.records, in_order(self.config, self.models), strict=True))
         for entry, (model, seed) in entries:
-            with suppress(NotFinished):
+            with suppress(NotFinished, RunFault):  # what failed is tried again and told of below
                 entry |= self._one(model, seed, self._look_up)
         if self.curves:
             self.write()
@@ -116,32 +143,43 @@ class Comparison:
 
     def _one(self, model: Model, seed: int, train: Callable[[Run], Figures]) -> dict[str, Any]:
         """One run to its end and its scores, as a record of results.json."""
-        if model.name not in self.rates:
-            self.rates[model.name] = settle_rate(self.config, model, train)
-        rate = self.rates[model.name]
+        rate = self._rate(model, train)
         run = make_run(self.config, model, seed, rate["learning_rate"])
-        figures = train(run)
-        scores = score_run(run, figures["checkpoint"], self.exam)
+        trained = train(run)
+        scores = score_run(run, trained, self.exam)
         named = {"model": model.name, "seed": seed}
         self.curves.append(named | plots.loss_curve(run.folder))
-        self.positions.append(named | {"nats": scores["loss_by_position"]})
+        self.positions.append(named | {"nats": scores["heldout"]["loss_by_position"]})
         return {
             **model.described(),
             "seed": seed,
             "status": "finished",
             "learning_rate": rate["learning_rate"],
             "run": str(run.folder),
-            "checkpoint": figures["checkpoint"],
-            "tokens": figures["tokens"],
-            "seconds": figures["train_seconds"],
-            "tokens_per_s": figures["tokens_per_s"],
-            "skipped_steps": figures["skipped_steps"],
-            "trained_with": figures["environment"],
-            **scores["figures"],
-            "scoring_seconds": scores["scoring_seconds"],
-            "commit": scores["commit"],
-            "versions": scores["versions"],
+            "checkpoint": trained["checkpoint"],
+            "tokens": trained["tokens"],
+            "seconds": trained["seconds"],
+            "tokens_per_s": trained["tokens_per_s"],
+            "skipped_steps": trained["skipped_steps"],
+            "trained_with": trained["environment"],
+            "commit": trained["commit"],
+            **{name: value for part in scores.values() for name, value in part["figures"].items()},
+            "scored_with": {
+                part: {name: made[name] for name in ("seconds", "commit", "versions")}
+                for part, made in scores.items()
+            },
         }
+
+    def _rate(self, model: Model, train: Callable[[Run], Figures]) -> dict[str, Any]:
+        """The model's learning rate, settled once."""
+        other = model.config.learning_rate_of
+        if other is not None:
+            theirs = next(m for m in self.models if m.name == other)
+            rate = self._rate(theirs, train)["learning_rate"]
+            self.rates[model.name] = {"learning_rate": rate, "source": other, "sweep": None}
+        elif model.name not in self.rates:
+            self.rates[model.name] = settle_rate(self.config, model, self.split, train)
+        return self.rates[model.name]
 
     def _look_up(self, run: Run) -> Figures:
         figures = finished(run, self.split)

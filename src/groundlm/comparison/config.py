@@ -27,10 +27,13 @@ class ModelConfig:
     """Sizes, over those of the preset; `vocab_size` is the data's."""
     learning_rate: float | None = None
     """Its own peak learning rate; such a model takes no part in the sweep."""
-    micro_batch_size: int | None = None
-    """Windows per forward and backward pass, in place of `training.micro_batch_size`."""
-    truncate_tokens: int | None = None
-    """Cut back-propagation every so many tokens, in place of `training.truncate_tokens` (GPN)."""
+    learning_rate_of: str | None = None
+    """Take the rate of this model of the comparison, of the same family, say."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Options over those of `optimizer`, such as `name: muon`."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Options over those of `training` that leave its tokens alone, such as `micro_batch_size`,
+    `truncate_tokens` or `carry_state`."""
     free: str | None = None
     """The size that is set to meet `target_parameters`. None: ffn width, for Mamba-2 the state."""
 
@@ -43,6 +46,14 @@ class SweepConfig:
     """Peak rates to try; none: no sweep."""
     steps: int = 200
     """Optimizer steps of each short run, its schedule as long."""
+    windows: int = 64
+    """Windows of the training split, unread in the short run, whose loss decides."""
+    extend: int = 0
+    """While the best rate lies at the edge, try up to so many further ones, each beyond it by the
+    ratio of the two outermost."""
+    out: str | None = None
+    """Folder of the short runs and of what they gave; comparisons that share it share that. None:
+    `sweep` in the comparison's folder."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +115,11 @@ class CompareConfig:
             raise UserError(f"target_parameters is {self.target_parameters}: it must be above 0")
         if self.eval_batch_size < 1:
             raise UserError(f"eval_batch_size is {self.eval_batch_size}: it must be at least 1")
+        if "out" in self.prepare:
+            raise UserError("prepare.out is not for a comparison: set data.path")
         self._check_training()
         self._check_rates()
+        self._check_rates_of_others()
 
     def _check_training(self) -> None:
         for name, here in (("out", "out"), ("seed", "seeds"), ("stop_at", "training.steps")):
@@ -120,8 +134,28 @@ class CompareConfig:
         rates = self.sweep.learning_rates
         if len(set(rates)) < len(rates):
             raise UserError(f"sweep.learning_rates is {rates}: give each once")
-        if rates and self.sweep.steps < 1:
-            raise UserError(f"sweep.steps is {self.sweep.steps}: it must be at least 1")
+        for name, least in (("steps", 1), ("windows", 1), ("extend", 0)):
+            value = getattr(self.sweep, name)
+            if value < least:
+                raise UserError(f"sweep.{name} is {value}: it must be at least {least}")
+        if self.sweep.extend and len(rates) < 2:
+            raise UserError("sweep.extend needs two learning rates, whose ratio it goes on with")
+
+    def _check_rates_of_others(self) -> None:
+        by_name = {model.name: model for model in self.models}
+        for model in self.models:
+            other = model.learning_rate_of
+            if other is None:
+                continue
+            if model.learning_rate is not None:
+                raise UserError(f"{model.name} has both learning_rate and learning_rate_of")
+            if other not in by_name:
+                known = nearest(other, by_name)
+                raise UserError(f"{model.name}: learning_rate_of {other!r} is no model{known}")
+            if by_name[other].learning_rate_of is not None:
+                raise UserError(
+                    f"{model.name}: learning_rate_of {other}, which has another model's itself"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, filled in, for a file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,19 @@ from groundlm.baselines.matching import match_parameters
 from groundlm.cli import parse
 from groundlm.comparison.config import CompareConfig, ModelConfig
 from groundlm.errors import UserError
-from groundlm.models import build_config, count_parameters
+from groundlm.evaluation.reading import Reading
+from groundlm.models import build_config, build_skeleton, count_parameters
 from groundlm.training.config import TrainConfig
 
 LAYERS = "num_hidden_layers"
+SHARED = {
+    "optimizer": {"learning_rate": "its learning_rate"},
+    "training": {
+        "out": "out", "seed": "seeds", "stop_at": "training.steps", "steps": "training.steps",
+        "batch_size": "training.batch_size",
+    },
+}  # fmt: skip
+"""Options that no model has by itself, and what is to be set instead."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,8 @@ class Model:
     """As for `groundlm.models.build_model`."""
     parameters: dict[str, int]
     """`total`, `embedding` and `rest`."""
+    options: dict[str, dict[str, Any]]
+    """Its own `optimizer` and `training` options, in the types of their fields."""
 
     @property
     def name(self) -> str:
@@ -41,6 +53,7 @@ class Model:
             "parameters": self.parameters["total"],
             "embedding_parameters": self.parameters["embedding"],
             "other_parameters": self.parameters["rest"],
+            "options": {k: v for k, v in self.options.items() if v},
         }
 
 
@@ -61,19 +74,32 @@ class Run:
         return Path(self.train.training.out)
 
 
-def settle_models(config: CompareConfig, vocab_size: int) -> list[Model]:
+def reading(config: CompareConfig) -> Reading:
+    """How held-out text is read: disjoint windows of the training length, as in training."""
+    data = config.data
+    return Reading(data.window_tokens, reset_at_documents=data.reset_at_documents)
+
+
+def settle_models(config: CompareConfig, vocab_size: int | None) -> list[Model]:
     """Sizes and counts of all models, matched to the target if there is one.
 
-    Raises `UserError` naming the model whose sizes do not fit or cannot meet the target.
+    Without a vocabulary size, which the data brings, only what can be checked before is, and sizes
+    are left as they are. Raises `UserError` naming the model whose sizes or options do not fit or
+    cannot meet the target.
     """
     models = []
     for entry in config.models:
         try:
-            sizes = _preset_sizes(entry) | {"vocab_size": vocab_size} | entry.model
-            if config.target_parameters is not None:
-                target, free = config.target_parameters, entry.free
-                sizes = match_parameters(sizes, target, free, config.tolerance)
-            models.append(Model(entry, sizes, count_parameters(sizes)))
+            sizes = _preset_sizes(entry) | entry.model
+            if vocab_size is not None:
+                sizes = {"vocab_size": vocab_size} | sizes
+                if config.target_parameters is not None:
+                    target, free = config.target_parameters, entry.free
+                    sizes = match_parameters(sizes, target, free, config.tolerance)
+            model = Model(entry, sizes, count_parameters(sizes), _own_options(entry))
+            make_run(config, model, config.seeds[0], config.optimizer.learning_rate).train.check()
+            reading(config).check(build_skeleton(sizes))
+            models.append(model)
         except UserError as error:
             raise UserError(f"{entry.name}: {error}") from None
     return models
@@ -87,22 +113,44 @@ def _preset_sizes(entry: ModelConfig) -> dict[str, Any]:
     return preset.model
 
 
+def _own_options(entry: ModelConfig) -> dict[str, dict[str, Any]]:
+    """The entry's options, read as `groundlm train` reads them."""
+    sections = {"optimizer": entry.optimizer, "training": entry.training}
+    arguments = []
+    for section, options in sections.items():
+        for name, value in options.items():
+            if name in SHARED[section]:
+                raise UserError(
+                    f"{section}.{name} is not a model's own: set {SHARED[section][name]}"
+                )
+            arguments.append(
+                f"--{section}.{name}={value if type(value) is str else json.dumps(value)}"
+            )
+    values: TrainConfig = parse(TrainConfig, arguments, "train")
+    return {
+        section: {name: getattr(getattr(values, section), name) for name in options}
+        for section, options in sections.items()
+    }
+
+
 def make_run(config: CompareConfig, model: Model, seed: int, learning_rate: float) -> Run:
     """The run of a model with a seed and a peak learning rate."""
     folder = Path(config.out) / "runs" / f"{model.name}-seed{seed}"
     return Run(model, seed, _train_config(config, model, folder, seed, learning_rate))
 
 
-def sweep_runs(config: CompareConfig, model: Model) -> dict[float, Run]:
-    """The short runs that find a model's learning rate, by rate."""
-    runs = {}
-    for rate in config.sweep.learning_rates:
-        folder = Path(config.out) / "sweep" / f"{model.name}-lr{rate:g}"
-        train = _train_config(config, model, folder, config.seeds[0], rate)
-        steps = config.sweep.steps
-        short = replace(train.training, steps=steps, save_every=steps, eval_every=0)
-        runs[rate] = Run(model, config.seeds[0], replace(train, training=short))
-    return runs
+def sweep_folder(config: CompareConfig) -> Path:
+    """Where short runs lie."""
+    return Path(config.sweep.out or Path(config.out) / "sweep")
+
+
+def sweep_run(config: CompareConfig, model: Model, rate: float) -> Run:
+    """The short run of a model at one learning rate."""
+    folder = sweep_folder(config) / f"{model.name}-lr{rate!r}"
+    train = _train_config(config, model, folder, config.seeds[0], rate)
+    steps = config.sweep.steps
+    short = replace(train.training, steps=steps, save_every=steps, eval_every=0)
+    return Run(model, config.seeds[0], replace(train, training=short))
 
 
 def in_order(config: CompareConfig, models: list[Model]) -> Iterator[tuple[Model, int]]:
@@ -115,12 +163,10 @@ def in_order(config: CompareConfig, models: list[Model]) -> Iterator[tuple[Model
 def _train_config(
     config: CompareConfig, model: Model, folder: Path, seed: int, learning_rate: float
 ) -> TrainConfig:
-    names = ("micro_batch_size", "truncate_tokens")
-    own = {name: getattr(model.config, name) for name in names}
-    own = {name: value for name, value in own.items() if value is not None}
+    own = model.options
     return TrainConfig(
         model=model.sizes,
         data=config.data,
-        optimizer=replace(config.optimizer, learning_rate=learning_rate),
-        training=replace(config.training, out=str(folder), seed=seed, **own),
+        optimizer=replace(config.optimizer, learning_rate=learning_rate, **own["optimizer"]),
+        training=replace(config.training, out=str(folder), seed=seed, **own["training"]),
     )

@@ -24,7 +24,8 @@ def summarise(
     models: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]], reference: str
 ) -> list[dict[str, Any]]:
     """One row per model: what is known of it, `seeds` that are finished, and for each metric
-    `mean`, `sd` (over seeds, n - 1; None for one seed), `n` and the gap to the reference.
+    `mean`, `sd` (over seeds, n - 1; None for one seed), `n` and the gap to the reference. A figure
+    that one seed has no finite number for has no mean.
 
     `gap_percent` is 100 (value / reference - 1), as the paper gives gaps, averaged over the seeds
     that both have finished; `gap_sd` is its spread over these.
@@ -52,20 +53,24 @@ def _summary(
     own = _by_seed(runs, name, metric)
     if not own:
         return None
+    values = [value for value in own.values() if value is not None]
+    if len(values) < len(own):
+        unknown = dict.fromkeys(("mean", "sd", "gap_percent", "gap_sd"))
+        return unknown | {"n": len(own)}
     theirs = _by_seed(runs, reference, metric)
-    gaps = [100 * (own[s] / theirs[s] - 1) for s in own if theirs.get(s)]
+    pairs = [(own[seed], theirs.get(seed)) for seed in own]
+    gaps = [100 * (mine / other - 1) for mine, other in pairs if mine is not None and other]
     return {
-        "mean": statistics.fmean(own.values()),
-        "sd": _spread(list(own.values())),
+        "mean": statistics.fmean(values),
+        "sd": _spread(values),
         "n": len(own),
         "gap_percent": statistics.fmean(gaps) if gaps else None,
         "gap_sd": _spread(gaps),
     }
 
 
-def _by_seed(runs: Sequence[dict[str, Any]], name: str, metric: str) -> dict[int, float]:
-    found = {run["seed"]: run.get(metric) for run in finished_of(runs, name)}
-    return {seed: value for seed, value in found.items() if value is not None}
+def _by_seed(runs: Sequence[dict[str, Any]], name: str, metric: str) -> dict[int, float | None]:
+    return {run["seed"]: run[metric] for run in finished_of(runs, name) if metric in run}
 
 
 def _spread(values: list[float]) -> float | None:

@@ -5,116 +5,174 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from transformers import PreTrainedModel
 
 from groundlm.comparison.config import CompareConfig
-from groundlm.comparison.matrix import Run
+from groundlm.comparison.matrix import Run, reading
 from groundlm.data.tokenizer import load_tokenizer
 from groundlm.data.windows import TokenSplit
+from groundlm.errors import RunFault, UserError
 from groundlm.evaluation import record
-from groundlm.evaluation.lambada import read_passages, score_lambada
-from groundlm.evaluation.perplexity import bits_per_byte, score_split
-from groundlm.evaluation.tally import perplexity_of
+from groundlm.evaluation.corpus import Corpus, score_corpus, split_corpus
+from groundlm.evaluation.lambada import score_lambada
+from groundlm.evaluation.reading import Reading
+from groundlm.evaluation.scoring import check_scorable
+from groundlm.evaluation.tally import every_position
 from groundlm.model.loading import load_model
 from groundlm.models import resolve_device, versions
+
+PARTS = ("heldout", "lambada")
+ITEMS_NAME = "compare.lambada.jsonl"
 
 
 @dataclass(frozen=True)
 class Exam:
     """What every run is scored on."""
 
-    heldout: TokenSplit
-    window_tokens: int
+    heldout: Corpus
+    heldout_sha256: str
+    reading: Reading
     batch_size: int
     device: str
     passages: list[str] | None
     """LAMBADA."""
 
     @classmethod
-    def of(cls, config: CompareConfig) -> Exam:
-        """Open the held-out split and the passages; raises `UserError` for what is not there."""
+    def of(cls, config: CompareConfig, passages: list[str] | None) -> Exam:
+        """Open the held-out split; raises `UserError` if it is not there."""
+        split = TokenSplit.open(config.data.path, "heldout")
         return cls(
-            heldout=TokenSplit.open(config.data.path, "heldout"),
-            window_tokens=config.data.window_tokens,
+            heldout=split_corpus(split, config.data.path, "heldout"),
+            heldout_sha256=split.info.content_sha256(),
+            reading=reading(config),
             batch_size=config.eval_batch_size,
             device=config.training.device,
-            passages=None if config.lambada is None else read_passages(config.lambada),
+            passages=passages,
         )
 
-    def named(self) -> dict[str, Any]:
-        """What decides the scores of a model."""
-        passages = None
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """What decides each part of a model's scores."""
+        state = self.reading.policy
+        parts: dict[str, dict[str, Any]] = {
+            "heldout": {
+                "window_tokens": self.reading.window_tokens,
+                "state": state,
+                "sha256": self.heldout_sha256,
+            }
+        }
         if self.passages is not None:
-            passages = hashlib.sha256("\n".join(self.passages).encode()).hexdigest()
-        return {
-            "window_tokens": self.window_tokens,
-            "heldout_sha256": self.heldout.info.content_sha256(),
-            "lambada_sha256": passages,
-        }
+            text = json.dumps(self.passages)
+            parts["lambada"] = {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+        return parts
 
 
-def score_run(run: Run, checkpoint: str, exam: Exam) -> dict[str, Any]:
-    """Scores of a checkpoint: flat figures, `loss_by_position`, and what computed them.
+def scores_path(run: Path) -> Path:
+    """Where a run's scores lie, with what is known of its training."""
+    return run / "eval" / "compare.json"
 
-    Held-out text is read in disjoint windows from the zero state, as the paper does; LAMBADA's
-    figures are there if it was asked for. They lie in `eval/compare.json` of the run, with
-    LAMBADA's items beside.
+
+def read_scores(run: Path) -> dict[str, Any]:
+    """What `score_run` kept: `trained` and the parts; those that are damaged are left out."""
+    try:
+        found = json.loads(scores_path(run).read_text("utf-8"))
+        kept = {"trained": found["trained"]}
+        if not kept["trained"].keys() >= {"settings", "step", "checkpoint_sha256"}:
+            return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    wanted = {"of", "figures", "loss_by_position", "seconds", "commit", "versions"}
+    for part in PARTS:
+        scores = found.get(part)
+        if isinstance(scores, dict) and scores.keys() >= wanted:
+            kept[part] = scores
+    return kept
+
+
+def score_run(run: Run, trained: dict[str, Any], exam: Exam) -> dict[str, dict[str, Any]]:
+    """Scores of a run by part: `heldout`, and `lambada` if it was asked for.
+
+    Each has flat `figures`, `loss_by_position` (None for LAMBADA), and what computed them:
+    `seconds`, `commit`, `versions`. Held-out text is read in disjoint windows from the zero state,
+    as the paper does. `trained` is kept with them, so that a scored run needs no checkpoint.
+
+    Raises `RunFault` if the model cannot be scored.
     """
-    path = run.folder / "eval" / "compare.json"
-    of = {"checkpoint": Path(checkpoint).name} | exam.named()
-    kept = _read(path)
-    if kept is not None and kept.get("of") == of:
-        return kept
-    record.make_folder_of(path)
+    path, wanted = scores_path(run.folder), exam.parts()
+    kept = read_scores(run.folder)
+    if kept.get("trained", {}).get("checkpoint_sha256") != trained["checkpoint_sha256"]:
+        kept = {}
+    if not path.with_name(ITEMS_NAME).is_file():
+        kept.pop("lambada", None)
+    missing = [part for part in wanted if kept.get(part, {}).get("of") != wanted[part]]
+    if missing:
+        record.make_folder_of(path)
+        try:
+            model = _load(trained, exam)
+            for part in missing:
+                kept[part] = {"of": wanted[part]} | _made(
+                    _SCORERS[part], model, trained, exam, path
+                )
+        except UserError as error:
+            raise RunFault(f"{run.name} cannot be scored: {error}") from None
+        record.write_json(path, kept | {"trained": trained})
+    return {part: kept[part] for part in wanted}
+
+
+def _load(trained: dict[str, Any], exam: Exam) -> PreTrainedModel:
+    if trained["checkpoint"] is None:
+        raise UserError("its checkpoint is gone")
+    model = load_model(trained["checkpoint"], "float32", resolve_device(exam.device))
+    check_scorable(model)
+    return model
+
+
+def _made(
+    scorer: Callable[..., dict[str, Any]],
+    model: PreTrainedModel,
+    trained: dict[str, Any],
+    exam: Exam,
+    path: Path,
+) -> dict[str, Any]:
     started = time.perf_counter()
-    model = load_model(checkpoint, "float32", resolve_device(exam.device))
-    nats = score_split(model, exam.heldout, exam.window_tokens, exam.batch_size)
-    scores: dict[str, Any] = {"of": of, "figures": heldout_figures(nats, exam.heldout)}
-    scores["loss_by_position"] = by_position(nats, exam.window_tokens)
-    if exam.passages is not None:
-        tokenizer = load_tokenizer(checkpoint)
-        lambada = score_lambada(model, tokenizer, exam.passages, exam.batch_size)
-        record.write_json_lines(path.with_name("compare.lambada.jsonl"), lambada["items"])
-        scores["figures"] |= {
-            f"lambada_{protocol}_{score}": lambada[protocol][score]
-            for protocol in ("paper", "lm_eval")
-            for score in ("accuracy", "perplexity")
-        }
-    scores |= {
-        "scoring_seconds": round(time.perf_counter() - started, 3),
+    scores = scorer(model, trained, exam, path)
+    return scores | {
+        "seconds": round(time.perf_counter() - started, 3),
         "commit": record.git_commit(),
         "versions": versions(),
     }
-    record.write_json(path, scores)
-    return scores
 
 
-def heldout_figures(nats: np.ndarray, split: TokenSplit) -> dict[str, Any]:
-    """Nats per token, perplexity and bits per byte from the nats of every token in order."""
-    nats = nats.astype(np.float64)
-    is_text = split.read(0, split.tokens) != split.eos_token_id
-    per_token = float(nats.mean())
+def _heldout(
+    model: PreTrainedModel, trained: dict[str, Any], exam: Exam, path: Path
+) -> dict[str, Any]:
+    bands = every_position(exam.reading.window_tokens)
+    scores = score_corpus(model, exam.heldout, exam.reading, exam.batch_size, bands)
+    names = ("nats_per_token", "nats_per_token_interval", "perplexity", "perplexity_interval",
+             "bits_per_byte", "unigram_bits_per_byte")  # fmt: skip
     return {
-        "heldout_tokens": len(nats),
-        "nats_per_token": per_token,
-        "perplexity": perplexity_of(per_token),
-        "bits_per_byte": bits_per_byte(float(nats[is_text].sum()), split.utf8_bytes),
+        "figures": {"heldout_tokens": scores["tokens"]} | {name: scores[name] for name in names},
+        "loss_by_position": [band["nats"] for band in scores["loss_by_context"]],
     }
 
 
-def by_position(nats: np.ndarray, window_tokens: int) -> list[float]:
-    """Mean nats at each position of a window, first to last, over the windows that are full."""
-    full = len(nats) // window_tokens
-    rows = nats[: full * window_tokens].astype(np.float64).reshape(full, window_tokens)
-    return rows.mean(0).tolist() if full else []
+def _lambada(
+    model: PreTrainedModel, trained: dict[str, Any], exam: Exam, path: Path
+) -> dict[str, Any]:
+    tokenizer = load_tokenizer(trained["checkpoint"])
+    assert exam.passages is not None
+    scores = score_lambada(model, tokenizer, exam.passages, exam.batch_size)
+    record.write_json_lines(path.with_name(ITEMS_NAME), scores["items"])
+    figures = {
+        f"lambada_{protocol}_{score}": scores[protocol][score]
+        for protocol in ("paper", "lm_eval")
+        for score in ("accuracy", "perplexity")
+    }
+    return {"figures": figures, "loss_by_position": None}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
+_SCORERS = dict(zip(PARTS, (_heldout, _lambada), strict=True))

@@ -59,14 +59,23 @@ def _notes(results: dict[str, Any]) -> list[str]:
         sweep = row["sweep"]
         if sweep:
             tried = ", ".join(
-                f"{t['learning_rate']:g}: {_number(t['heldout_nats_per_token'], 4)}"
+                f"{t['learning_rate']:g}: {_number(t['unread_nats_per_token'], 4)}"
                 for t in sweep["tried"]
             )
             edge = "; the best lies at the edge of what was tried" if sweep["at_edge"] else ""
             notes.append(
-                f"- {row['model']}: learning rate by held-out nats after {sweep['steps']} steps "
-                f"({tried}){edge}."
+                f"- {row['model']}: learning rate by nats per token on {sweep['windows']} unread "
+                f"windows of the training split after {sweep['steps']} steps ({tried}){edge}."
             )
+        elif row["source"] not in (None, "own", "shared"):
+            notes.append(f"- {row['model']}: learning rate of {row['source']}.")
+        if row["options"]:
+            options = ", ".join(
+                f"{section}.{name} {value}"
+                for section, values in row["options"].items()
+                for name, value in values.items()
+            )
+            notes.append(f"- {row['model']}: {options}.")
     for run in results["runs"]:
         if run["status"] == "failed":
             notes.append(f"- {run['model']} with seed {run['seed']} failed: {run['fault']}.")

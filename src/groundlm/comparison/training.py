@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,18 @@ import torch
 import yaml
 
 from groundlm.comparison.matrix import Run
+from groundlm.comparison.scoring import read_scores
+from groundlm.data.integrity import file_sha256
 from groundlm.data.windows import TokenSplit
-from groundlm.errors import FailedElsewhere, RunFault, UserError
+from groundlm.errors import RunFault, UserError
 from groundlm.training import checkpoint as ckpt
 from groundlm.training.loop import run_train
 from groundlm.training.settings import model_sizes, refuse_changes, run_settings
 from groundlm.training.signals import Signals
 
 POLL_S = 0.2
+
+_say = partial(print, file=sys.stderr, flush=True)
 
 
 class NotFinished(Exception):
@@ -35,47 +41,74 @@ class Interrupted(Exception):
         """The signal."""
 
 
-def finished(run: Run, split: TokenSplit) -> dict[str, Any] | None:
-    """Figures of a run on this split that stands at its last step, else None.
+def settings_of(run: Run, split: TokenSplit) -> dict[str, Any]:
+    """All that decides the numbers of a run on this split, on one CPU process."""
+    sizes = model_sizes(run.train, split)
+    return run_settings(run.train, sizes, split, 1, torch.device("cpu"))
 
-    With them its `checkpoint`, and the `environment` that it was trained in.
+
+def finished(run: Run, split: TokenSplit) -> dict[str, Any] | None:
+    """What is known of a run on this split that stands at its last step, else None.
+
+    `step`, `tokens`, `seconds`, `tokens_per_s`, `skipped_steps`, the `settings`, `environment` and
+    `commit` that it was trained with, its `checkpoint` and that one's SHA-256. A run that was
+    scored needs no checkpoint any more: `checkpoint` is None then.
 
     Raises `UserError` if the folder's run was made with other settings.
     """
-    newest = ckpt.newest_whole(run.folder, print) if run.folder.is_dir() else None
-    if newest is None:
+    newest = ckpt.newest_whole(run.folder, _say) if run.folder.is_dir() else None
+    if newest is not None:
+        trained = _read_trained(newest)
+    elif kept := read_scores(run.folder):
+        trained = kept["trained"] | {"checkpoint": None}
+    else:
         return None
-    progress = ckpt.read_progress(newest)
-    sizes = model_sizes(run.train, split)
-    settings = run_settings(run.train, sizes, split, 1, torch.device("cpu"))
     # Ranks, device and backend change rounding alone: what is done may have been done elsewhere.
-    refuse_changes(run.folder, progress["settings"], settings, regroup=True)
-    if progress["step"] < run.train.training.steps:
-        return None
-    extra = {"checkpoint": str(newest), "environment": progress["environment"]}
-    return progress["figures"] | extra
+    refuse_changes(run.folder, trained["settings"], settings_of(run, split), regroup=True)
+    return trained if trained["step"] >= run.train.training.steps else None
+
+
+def _read_trained(checkpoint: Path) -> dict[str, Any]:
+    progress = ckpt.read_progress(checkpoint)
+    figures = progress["figures"]
+    return {
+        "step": progress["step"],
+        "tokens": figures["tokens"],
+        "seconds": figures["train_seconds"],
+        "tokens_per_s": figures["tokens_per_s"],
+        "skipped_steps": figures["skipped_steps"],
+        "settings": progress["settings"],
+        "environment": progress["environment"],
+        "commit": progress.get("commit"),
+        "checkpoint": str(checkpoint),
+        "checkpoint_sha256": file_sha256(checkpoint / "training" / "complete.json"),
+    }
 
 
 def train(run: Run, split: TokenSplit, launcher: list[str]) -> dict[str, Any]:
-    """Train to the last step, if the run is not there yet; returns its figures.
+    """Train to the last step, if the run is not there yet; returns what `finished` does.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; the run can be gone on with.
-        RunFault: the run cannot go on: loss not finite, disk full, process killed.
-        UserError: settings or data that do not fit.
+        RunFault: the run cannot go on: loss not finite, disk full, checkpoints damaged, process
+            killed.
+        UserError: a launcher that cannot be started.
     """
-    if figures := finished(run, split):
-        return figures
+    if trained := finished(run, split):
+        return trained
     if launcher:
         _launch(run, launcher)
     else:
-        stopped = run_train(run.train)["interrupted_by"]
+        try:
+            stopped = run_train(run.train)["interrupted_by"]
+        except UserError as error:
+            raise RunFault(str(error)) from None
         if stopped:
             raise Interrupted(stopped)
-    figures = finished(run, split)
-    if figures is None:
+    trained = finished(run, split)
+    if trained is None:
         raise RunFault(f"{run.folder} did not reach step {run.train.training.steps}")
-    return figures
+    return trained
 
 
 def _launch(run: Run, launcher: list[str]) -> None:
@@ -96,8 +129,6 @@ def _launch(run: Run, launcher: list[str]) -> None:
             time.sleep(POLL_S)
     if signals.caught:
         raise Interrupted(signals.caught)
-    if code == UserError.exit_code:
-        raise FailedElsewhere(code)
     if code:
         raise RunFault(f"training of {run.name} ended with code {code}")
 

@@ -18,7 +18,7 @@ from groundlm.evaluation import record
 from groundlm.evaluation.corpus import score_corpus, split_corpus, text_corpus
 from groundlm.evaluation.lambada import read_passages, score_lambada
 from groundlm.evaluation.reading import Reading
-from groundlm.evaluation.scoring import check_head, context_limit, vocabulary_rows
+from groundlm.evaluation.scoring import check_scorable, context_limit, vocabulary_rows
 from groundlm.evaluation.table import result_table
 from groundlm.evaluation.text import TextEncoder
 from groundlm.model.loading import load_model
@@ -56,11 +56,14 @@ window, so no overlap."""
 models; one window after the other, so slower)."""
     whole_documents: bool = False
     """Read every document by itself from its first token to its last (recurrent models)."""
+    reset_at_documents: bool | None = None
+    """Start from the zero state at every document within a window, too (GPN). None: as the model \
+was trained."""
     limit_tokens: int | None = None
     """LAMBADA: read at most so many tokens of a passage. None: the model's own limit; a recurrent \
 model has none."""
     batch_size: int = 16
-    """Windows or passages read side by side; it does not change the result."""
+    """Windows or passages read side by side; it changes the result by rounding only."""
     out: str | None = None
     """Also write the result to this file, as JSON."""
     items_out: str | None = None
@@ -90,7 +93,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     split = None if config.data is None else TokenSplit.open(config.data, config.split)
     passages = None if config.lambada is None else read_passages(config.lambada)
     model = load_model(config.model, config.dtype, resolve_device(config.device))
-    check_head(model)
+    check_scorable(model)
     tokenizer = load_tokenizer(config.model)
     encoder = TextEncoder(tokenizer, vocabulary_rows(model))
     tokenizer_sha = tokenizer_sha256(tokenizer)
@@ -131,6 +134,9 @@ def _check(config: EvalConfig) -> None:
         raise UserError("--data and --text are both given: score one at a time")
     if config.data is None and config.text is None and config.lambada is None:
         raise UserError("nothing to score: give --data, --text or --lambada")
+    for name in ("limit_tokens", "items_out"):
+        if config.lambada is None and getattr(config, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is for LAMBADA: give --lambada")
     if config.limit_tokens is not None and config.limit_tokens < 1:
         raise UserError(f"--limit-tokens is {config.limit_tokens}: it must be at least 1")
     window = 1 if config.window_tokens is None else config.window_tokens
@@ -148,6 +154,8 @@ def _result_files(config: EvalConfig) -> tuple[Path | None, Path | None]:
             items = out.with_name(f"{out.stem}.lambada.jsonl")
         elif run is not None and run.is_dir():
             items = run / "eval" / f"{Path(config.model).resolve().name}.lambada.jsonl"
+    if out is not None and items is not None and out.resolve() == items.resolve():
+        raise UserError(f"--out and --items-out are both {out}: name two files")
     for path in (out, items):
         if path is not None:
             record.make_folder_of(path)
@@ -158,9 +166,12 @@ def _reading(config: EvalConfig, model: PreTrainedModel) -> Reading:
     window = config.window_tokens
     if window is None:
         limit = context_limit(model) or DEFAULT_WINDOW_TOKENS
-        trained = record.trained_window(config.model)
-        window = trained or min(DEFAULT_WINDOW_TOKENS, limit)
-    reading = Reading(window, config.stride_tokens, config.state, config.whole_documents)
+        trained = record.trained_with(config.model, "data.window_tokens", int) or 0
+        window = trained if trained > 0 else min(DEFAULT_WINDOW_TOKENS, limit)
+    resets = config.reset_at_documents
+    if resets is None:
+        resets = record.trained_with(config.model, "data.reset_at_documents", bool) or False
+    reading = Reading(window, config.stride_tokens, config.state, config.whole_documents, resets)
     reading.check(model)
     return reading
 

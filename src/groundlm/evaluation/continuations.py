@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from groundlm.errors import UserError
-from groundlm.evaluation.scoring import evaluating, read, target_is_top, target_nats
+from groundlm.evaluation.scoring import evaluating, read, target_nats_and_tops
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def score_continuations(
 
     Args:
         pairs: neither part may be empty: a context holds at least the prefix.
-        batch_size: rows of similar length read side by side; it does not change the result.
+        batch_size: rows of similar length read side by side; it changes the result by rounding
+            only.
         limit_tokens: read at most so many tokens before a target. What is too long loses tokens
             from the left; a continuation longer than the limit is scored in blocks of that length,
             each read after the tokens before it as far as they fit. None: read all.
@@ -114,7 +115,7 @@ def _score(
     hidden_BTE, _ = read(model, torch.from_numpy(ids_BT).to(device))
     hidden_NE = hidden_BTE[torch.tensor(rows, device=device), torch.tensor(columns, device=device)]
     targets_N = torch.tensor([i for piece in batch for i in piece.targets], device=device)
-    nats_N = target_nats(model, hidden_NE, targets_N).double().cpu().numpy()
-    is_top_N = target_is_top(model, hidden_NE, targets_N).cpu().numpy()
+    nats_N, is_top_N = target_nats_and_tops(model, hidden_NE, targets_N)
     cuts = np.cumsum([len(piece.targets) for piece in batch])[:-1]
-    return np.split(nats_N, cuts), np.split(is_top_N, cuts)
+    nats, is_top = nats_N.double().cpu().numpy(), is_top_N.cpu().numpy()
+    return np.split(nats, cuts), np.split(is_top, cuts)

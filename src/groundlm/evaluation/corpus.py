@@ -47,10 +47,17 @@ def text_corpus(path: str, encoder: TextEncoder) -> Corpus:
 
 
 def score_corpus(
-    model: PreTrainedModel, corpus: Corpus, reading: Reading, batch_size: int
+    model: PreTrainedModel,
+    corpus: Corpus,
+    reading: Reading,
+    batch_size: int,
+    bands: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Perplexity and what belongs to it, for a result; needs memory for one batch and the sums."""
-    tally = Tally(corpus.stream, corpus.eos_token_id, corpus.unigram_nats)
+    """Perplexity and what belongs to it, for a result; needs memory for one batch and the sums.
+
+    `bands` of `loss_by_context`: see `Tally`.
+    """
+    tally = Tally(corpus.stream, corpus.eos_token_id, corpus.unigram_nats, bands)
     started = time.perf_counter()
     rows = reading.rows(corpus.stream)
     for scored in walk(model, corpus.stream, rows, corpus.prefix_id, batch_size):

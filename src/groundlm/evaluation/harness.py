@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, StopStringCriteria
 from groundlm.data.tokenizer import load_tokenizer
 from groundlm.errors import UserError
 from groundlm.evaluation.continuations import score_continuations
-from groundlm.evaluation.scoring import context_limit, vocabulary_rows
+from groundlm.evaluation.scoring import check_scorable, context_limit, vocabulary_rows
 from groundlm.evaluation.text import TextEncoder
 from groundlm.model.loading import load_model
 from groundlm.models import resolve_device
@@ -52,17 +52,18 @@ class HarnessModel(LM):
         """
         Args:
             pretrained: model folder with its tokenizer.
-            batch_size: texts read side by side; `auto` is 16. It does not change a score.
+            batch_size: texts read side by side; `auto` is 16. It changes scores by rounding only.
             max_length: read at most so many tokens before a scored one. None: the model's own
                 limit, which a recurrent model does not have.
             device, dtype: as for `groundlm eval`.
             max_batch_size: not used; the harness passes it.
 
         Raises:
-            UserError: a folder, device or dtype that cannot be used.
+            UserError: a folder, device or dtype that cannot be used, a model that cannot be scored.
         """
         super().__init__()
         self.model = load_model(pretrained, dtype, resolve_device(device or "auto"))
+        check_scorable(self.model)
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(pretrained)
         self.encoder = TextEncoder(self.tokenizer, vocabulary_rows(self.model))
         self.batch_size = 16 if str(batch_size).startswith("auto") else int(batch_size)

@@ -27,6 +27,8 @@ from groundlm.evaluation.tally import perplexity_of
 from groundlm.evaluation.text import TextEncoder
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+FILE_ENDINGS = {".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz"}
+"""What no data set on the hub is called."""
 
 
 def score_lambada(
@@ -40,7 +42,8 @@ def score_lambada(
 
     Args:
         items: passages whose last word is to be predicted.
-        batch_size: passages of similar length read side by side; it does not change the result.
+        batch_size: passages of similar length read side by side; it changes the result by rounding
+            only.
         limit_tokens: read at most so many tokens of a passage, its end. None: the model's own
             limit, which a recurrent model does not have.
 
@@ -118,7 +121,7 @@ def read_passages(source: str) -> list[str]:
     path = Path(source)
     if path.is_file():
         return _read_file(path)
-    if not HUB_NAME.fullmatch(source) or source.endswith((".jsonl", ".json")):
+    if not HUB_NAME.fullmatch(source) or Path(source).suffix.lower() in FILE_ENDINGS:
         raise UserError(f"LAMBADA file {source} does not exist")
     import datasets
 

@@ -63,13 +63,15 @@ def score_split(
     batch_size: int,
     max_windows: int = 0,
     part: tuple[int, int] = (0, 1),
+    reset_at_documents: bool = False,
 ) -> np.ndarray:
     """Nats of every token of the split in order, read in disjoint windows from the zero state.
 
     `max_windows` > 0 scores the first so many windows only; `part` (i, n) only every n-th batch,
-    from the i-th on.
+    from the i-th on. `reset_at_documents`: see `Reading`.
     """
-    rows = Reading(window_tokens).rows(split, max_windows)
+    reading = Reading(window_tokens, reset_at_documents=reset_at_documents)
+    rows = reading.rows(split, max_windows)
     scored = walk(model, split, rows, split.eos_token_id, batch_size, part)
     return np.concatenate([np.empty(0, np.float32), *(x.nats for x in scored)])
 
@@ -81,12 +83,14 @@ def heldout_nats(
     batch_size: int,
     windows: int,
     part: tuple[int, int] = (0, 1),
+    reset_at_documents: bool = False,
 ) -> tuple[float, int]:
     """Summed nats and number of tokens over the first `windows` windows of a split (0: all of it).
 
     `part` (i, n) scores only every n-th batch, from the i-th on, for n processes to share.
+    `reset_at_documents`: see `Reading`.
     """
-    nats = score_split(model, split, window_tokens, batch_size, windows, part)
+    nats = score_split(model, split, window_tokens, batch_size, windows, part, reset_at_documents)
     return float(nats.sum(dtype=np.float64)), len(nats)
 
 

@@ -26,6 +26,7 @@ from groundlm.evaluation.scoring import (
     read,
     target_nats,
 )
+from groundlm.model.modeling import GPNForCausalLM
 
 
 class TokenStream(Protocol):
@@ -73,6 +74,7 @@ class Rows:
     scored: np.ndarray
     end: np.ndarray
     piece_tokens: int
+    reset_at_documents: bool = False
 
     def groups(self, budget_tokens: int) -> Iterator[np.ndarray]:
         """Indices of rows that are read side by side: at most so many tokens, padding included.
@@ -96,13 +98,15 @@ class Reading:
     `state`: `reset` starts every window from the zero state, `carry` hands the state on from window
     to window through the whole stream. `whole_documents` reads each document by itself from the
     zero state to its end instead, a window being what is read at a time. The last two are for
-    recurrent models.
+    recurrent models. `reset_at_documents` (GPN) starts afresh at every document within a window,
+    too, as a model trained with `data.reset_at_documents` has learned it.
     """
 
     window_tokens: int
     stride_tokens: int | None = None
     state: Literal["reset", "carry"] = "reset"
     whole_documents: bool = False
+    reset_at_documents: bool = False
 
     @property
     def stride(self) -> int:
@@ -112,11 +116,12 @@ class Reading:
     @property
     def policy(self) -> str:
         """Where the state is zero, in words for a result."""
+        documents = " and at documents" if self.reset_at_documents else ""
         if self.whole_documents:
             return "reset at documents, each read whole"
         if self.state == "carry":
-            return "carried from window to window"
-        return "reset at windows, each read after the one token before it"
+            return "carried from window to window" + (documents and ", reset at documents")
+        return f"reset at windows{documents}, each read after the one token before it"
 
     def check(self, model: PreTrainedModel | None = None) -> None:
         """Raise `UserError` for numbers that do not fit each other, or not the model if given."""
@@ -139,6 +144,10 @@ class Reading:
             what = "--whole-documents" if self.whole_documents else "--state carry"
             kind = model.config.model_type
             raise UserError(f"{what} needs a recurrent model, this is a {kind}")
+        if self.reset_at_documents and not isinstance(model, GPNForCausalLM):
+            raise UserError(
+                f"--reset-at-documents needs a GPN, this is a {model.config.model_type}"
+            )
         limit = context_limit(model)
         if limit is not None and window > limit:
             raise UserError(f"--window-tokens is {window}: the model reads at most {limit}")
@@ -149,17 +158,17 @@ class Reading:
         if self.whole_documents:
             ends = stream.document_ends
             starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-            return Rows(starts, starts, ends, window)
+            return Rows(starts, starts, ends, window, self.reset_at_documents)
         if max_windows:
             total = min(total, window + (max_windows - 1) * self.stride)
         if self.state == "carry":
             zero, end = np.zeros(min(total, 1), np.int64), np.full(min(total, 1), total, np.int64)
-            return Rows(zero, zero, end, window)
+            return Rows(zero, zero, end, window, self.reset_at_documents)
         count = 1 + max(0, -((window - total) // self.stride)) if total else 0
         first = np.arange(count, dtype=np.int64) * self.stride
         end = np.minimum(first + window, total)
         scored = np.concatenate([first[:1], end[:-1]])
-        return Rows(first, scored, end, window)
+        return Rows(first, scored, end, window, self.reset_at_documents)
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,9 @@ def walk(
     batch_size: int,
     part: tuple[int, int] = (0, 1),
 ) -> Iterator[Scored]:
-    """Score a stream; `batch_size` counts pieces read side by side and does not change a score.
+    """Score a stream.
+
+    `batch_size` counts pieces read side by side; it changes no score beyond rounding.
 
     `part` (i, n) takes only every n-th group of rows, from the i-th on, for n processes to share.
     """
@@ -206,7 +217,9 @@ def _walk_group(
         ids_BT = np.full((len(group), length + 1), prefix_id, dtype=np.int64)
         for ids_T, row in zip(ids_BT, group, strict=True):
             _fill(ids_T, stream, int(rows.first[row]) + offset, int(rows.end[row]))
-        hidden_BTE, cache = read(model, _on(model, ids_BT[:, :-1]), cache, keep_cache=in_pieces)
+        inputs_BT = _on(model, ids_BT[:, :-1])
+        resets_BT = inputs_BT == prefix_id if rows.reset_at_documents else None
+        hidden_BTE, cache = read(model, inputs_BT, cache, in_pieces, resets_BT)
         context_T = np.arange(offset + 1, offset + length + 1)
         positions_BT = rows.first[group, None] + context_T - 1
         wanted_BT = (positions_BT >= rows.scored[group, None]) & (

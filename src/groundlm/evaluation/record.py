@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from groundlm.errors import UserError
 from groundlm.model.loading import one_line
 
+T = TypeVar("T")
 
+
+@functools.cache
 def git_commit() -> str | None:
     """The commit of the checkout that this package is in, with `-dirty` if its files differ.
+
+    Looked up once: what runs is what was there when it was started.
 
     None where the package was installed, even into an environment inside some other checkout.
     """
@@ -33,14 +39,17 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def trained_window(model_dir: str | Path) -> int | None:
-    """The window a checkpoint was trained with; None if nothing that we wrote says so."""
+def trained_with(model_dir: str | Path, setting: str, kind: type[T]) -> T | None:
+    """What a checkpoint was trained with, by its `section.field`.
+
+    None if nothing that we wrote says so, or what is said is of another kind.
+    """
     try:
         progress = json.loads((Path(model_dir) / "training" / "progress.json").read_text("utf-8"))
-        window = progress["settings"]["data.window_tokens"]
+        value = progress["settings"][setting]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return window if type(window) is int and window > 0 else None
+    return value if type(value) is kind else None
 
 
 def run_folder(model_dir: str | Path) -> Path | None:

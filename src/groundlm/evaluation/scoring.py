@@ -1,7 +1,8 @@
 """From rows of tokens to nats of their targets, with logits for a slice of positions at a time.
 
 Works for every transformers causal language model whose head is one matrix (and bias) over its base
-model's last hidden state; `check_head` holds a model against that.
+model's last hidden state and that sees no token to come; `check_scorable` holds a model against
+that.
 
 B rows, T positions, N targets, E width that the head reads, W vocabulary.
 """
@@ -24,12 +25,17 @@ SLICE_LOGITS = 1 << 22
 """Logits held at a time while scoring: 16 MiB in float32."""
 CHECKED_TOKENS = 8
 HEAD_TOLERANCE_NATS = 1e-2
+LOOKAHEAD_TOLERANCE, LOOKAHEAD_TOLERANCE_16_BIT = 1e-3, 0.1
+"""How far a token behind may move what the head reads, as a part of its largest value: far more
+than rounding does."""
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether all that the model knows of the past is a state of constant size."""
     layers = getattr(model.config, "layer_types", None) or []
-    return model._is_stateful and "full_attention" not in layers
+    # transformers' own Qwen3-Next cannot go on from a state without an attention layer.
+    carries = model.config.model_type != "qwen3_next"
+    return model._is_stateful and carries and "full_attention" not in layers
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
@@ -57,14 +63,20 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def read(
-    model: PreTrainedModel, input_ids_BT: Tensor, cache: Any = None, keep_cache: bool = False
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    cache: Any = None,
+    keep_cache: bool = False,
+    resets_BT: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """What the head reads, [B, T, E], and with `keep_cache` the state to go on from, else None.
 
     Rows may be padded on the right: no model looks ahead, so what stands behind a position does not
-    change it.
+    change it. `resets_BT` (bool, GPN only) starts afresh before these tokens.
     """
-    arguments = {} if cache is None else {"cache": cache}
+    arguments: dict[str, Any] = {} if cache is None else {"cache": cache}
+    if resets_BT is not None:
+        arguments["resets"] = resets_BT
     out = model.base_model(input_ids=input_ids_BT, use_cache=keep_cache, **arguments)
     hidden = out.last_hidden_state
     if isinstance(model, GPNForCausalLM):
@@ -92,34 +104,60 @@ def target_nats(model: PreTrainedModel, hidden_NE: Tensor, targets_N: Tensor) ->
     return torch.cat([F.cross_entropy(x, y, reduction="none") for x, y in slices])
 
 
-def target_is_top(model: PreTrainedModel, hidden_NE: Tensor, targets_N: Tensor) -> Tensor:
-    """Whether each target is the most likely token, bool [N]."""
-    slices = logit_slices(model, hidden_NE, targets_N)
-    return torch.cat([x.argmax(-1) == y for x, y in slices])
+def target_nats_and_tops(
+    model: PreTrainedModel, hidden_NE: Tensor, targets_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`target_nats`, and whether each target is the most likely token, bool [N]."""
+    pairs = [
+        (F.cross_entropy(x, y, reduction="none"), x.argmax(-1) == y)
+        for x, y in logit_slices(model, hidden_NE, targets_N)
+    ]
+    nats, is_top = zip(*pairs, strict=True)
+    return torch.cat(nats), torch.cat(is_top)
 
 
 @torch.inference_mode()
-def token_nats(model: PreTrainedModel, input_ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Negative log-likelihood of each target in nats, [B, T], float32 or float64."""
-    hidden_BTE, _ = read(model, input_ids_BT)
+def token_nats(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    targets_BT: Tensor,
+    resets_BT: Tensor | None = None,
+) -> Tensor:
+    """Negative log-likelihood of each target in nats, [B, T], float32 or float64.
+
+    `resets_BT`: see `read`.
+    """
+    hidden_BTE, _ = read(model, input_ids_BT, resets_BT=resets_BT)
     nats_N = target_nats(model, hidden_BTE.flatten(0, 1), targets_BT.flatten())
     return nats_N.view(targets_BT.shape)
 
 
 @torch.inference_mode()
-def check_head(model: PreTrainedModel) -> None:
-    """Raise `UserError` if the model's own logits are not those that are scored here.
+def check_scorable(model: PreTrainedModel) -> None:
+    """Raise `UserError` for a model that cannot be scored as it is done here.
 
-    That is so where a model scales or caps its logits; scoring it as if it did not would be wrong.
+    That is one that sees tokens to come, and one whose own logits are not its head's product, as
+    where it scales or caps them.
     """
-    ids_1T = torch.arange(CHECKED_TOKENS + 1, device=model.device)[None] % vocabulary_rows(model)
+    kind, rows = model.config.model_type, vocabulary_rows(model)
+    ids_1T = torch.arange(CHECKED_TOKENS + 1, device=model.device)[None] % rows
     inputs_1T, targets_1T = ids_1T[:, :-1], ids_1T[:, 1:]
-    own = model(input_ids=inputs_1T, use_cache=False).logits[0].double()
-    own_nats = F.cross_entropy(own, targets_1T[0], reduction="none")
-    apart = (token_nats(model, inputs_1T, targets_1T)[0].double() - own_nats).abs().max()
-    allowed = HEAD_TOLERANCE_NATS * own_nats.abs().max().clamp_min(1)
-    if bool((apart > allowed).any()):
+    with evaluating(model):
+        own = model(input_ids=inputs_1T, use_cache=False).logits[0].double()
+        nats_T = token_nats(model, inputs_1T, targets_1T)[0].double()
+        before_1TE = read(model, inputs_1T[:, :-1])[0].double()
+        after_1TE = read(model, inputs_1T)[0][:, :-1].double()
+    wide = model.dtype.itemsize >= 4
+    moved = (after_1TE - before_1TE).abs().max() / before_1TE.abs().max()
+    if bool(moved > (LOOKAHEAD_TOLERANCE if wide else LOOKAHEAD_TOLERANCE_16_BIT)):
         raise UserError(
-            f"models of type {model.config.model_type} change their logits after the head "
+            f"models of type {kind} read a token in the light of those after it (what the head "
+            f"reads moves by {float(moved):.1%}): they do not predict text and cannot be scored"
+        )
+    own_nats_T = F.cross_entropy(own, targets_1T[0], reduction="none")
+    apart = (nats_T - own_nats_T).abs().max()
+    if bool(apart > HEAD_TOLERANCE_NATS * own_nats_T.abs().max().clamp_min(1)):
+        raise UserError(
+            f"models of type {kind} change their logits after the head "
             f"({float(apart):.3f} nats apart): they cannot be scored here"
         )

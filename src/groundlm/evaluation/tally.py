@@ -19,16 +19,23 @@ class Tally:
     """Sums of nats over all tokens, over text tokens, by document and by tokens of context."""
 
     def __init__(
-        self, stream: TokenStream, eos_token_id: int | None, unigram_nats: np.ndarray | None = None
+        self,
+        stream: TokenStream,
+        eos_token_id: int | None,
+        unigram_nats: np.ndarray | None = None,
+        bands: np.ndarray | None = None,
     ) -> None:
-        """`eos_token_id` stands for no text, wherever it is; `unigram_nats` [W] is summed too."""
+        """`eos_token_id` stands for no text, wherever it is; `unigram_nats` [W] is summed too.
+
+        `bands`: as `context_bands` gives them for the whole stream, which is the default.
+        """
         self._document_ends = stream.document_ends
         self._eos_token_id, self._unigram_nats = eos_token_id, unigram_nats
         self.nats, self.tokens = 0.0, 0
         self.text_nats, self.unigram_text_nats = 0.0, 0.0
         self.document_nats = np.zeros(len(self._document_ends))
         self.document_tokens = np.zeros(len(self._document_ends))
-        self._bands = context_bands(stream.tokens)
+        self._bands = context_bands(stream.tokens) if bands is None else bands
         self._band_nats = np.zeros(len(self._bands))
         self._band_tokens = np.zeros(len(self._bands), np.int64)
         self._most_context = 0
@@ -88,6 +95,11 @@ def context_bands(longest: int) -> np.ndarray:
         last += [step * k for k in range(BANDS_PER_OCTAVE, 2 * BANDS_PER_OCTAVE)]
         step *= 2
     return np.array(last, dtype=np.int64) + 1
+
+
+def every_position(window_tokens: int) -> np.ndarray:
+    """Bands of one number each, up to a window's length, and one bound beyond."""
+    return np.arange(1, window_tokens + 2)
 
 
 def bootstrap(

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from groundlm.data.info import matching_tokenizer
 from groundlm.data.windows import StreamWindows, TokenSplit, TrainingWindows
 from groundlm.errors import RunFault, UserError
+from groundlm.evaluation import record
 from groundlm.evaluation.perplexity import heldout_nats
+from groundlm.evaluation.scoring import check_scorable
 from groundlm.model.loading import load_model
 from groundlm.model.modeling import GPNForCausalLM
 from groundlm.model.state import GPNState
@@ -95,6 +97,8 @@ class Run:
             build_model(self.sizes, t.seed) if newest is None else load_model(newest, "float32")
         )
         self.model.to(self.device).train()
+        with ranks.together():
+            check_scorable(self.model)
         if isinstance(self.model, GPNForCausalLM):
             self.model.scan_backend = t.scan_backend
         self.optimizers = Optimizers(self.model, config.optimizer)
@@ -276,7 +280,15 @@ class Run:
         rows, part = t.micro_batch_size or t.batch_size, (self.ranks.rank, self.ranks.world)
         bf16 = t.precision == "bf16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16):
-            own = heldout_nats(self.model, self.heldout, window, rows, t.eval_windows, part)
+            own = heldout_nats(
+                self.model,
+                self.heldout,
+                window,
+                rows,
+                t.eval_windows,
+                part,
+                self.config.data.reset_at_documents,
+            )
         both = torch.tensor(own, dtype=torch.float64, device=self.device)
         nats, tokens = self.ranks.sum(both).tolist()
         return nats / tokens
@@ -315,6 +327,7 @@ class Run:
             "settings": self.settings,
             "heldout": self._heldout_text(),
             "environment": environment(self.device),
+            "commit": record.git_commit(),
         }
         fill = partial(self._fill_checkpoint, state=state)
         ckpt.write(self.folder, self.step, fill, progress)
