@@ -584,10 +584,19 @@ def test_data_is_prepared_where_there_is_none(compare_config, tmp_path, capsys):
 
 def test_command_line_errors_are_one_line(tmp_path, capsys):
     path = tmp_path / "c.yaml"
-    for text in ("models: [{nam: x}]\nreference: x", "models: 3\nreference: x", "reference: x"):
-        path.write_text(text)
+    for text, message in {
+        "models: [{nam: x}]": "unknown key nam (did you mean name?)",
+        "models: [{name: x, training: 3}]": "models: training: expected dict, got 3",
+        "models: 3": "",
+        "{}": "",
+    }.items():
+        path.write_text(f"{text}\nreference: x" if text != "{}" else "reference: x")
         assert main(["compare", str(path)]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert message in error
+    assert main(["compare", "smoke", "--seeds", "[]"]) == 2
+    assert "seeds is []" in capsys.readouterr().err
     assert main(["compare", "smok"]) == 2
     assert "did you mean smoke?" in capsys.readouterr().err
 

@@ -85,6 +85,7 @@ def test_result_says_where_it_comes_from(run_eval, checkpoint, token_data, tmp_p
     ],
 )
 def test_batch_size_does_not_change_a_score(run_eval, token_data, words):
+    """C34, as the command prints it."""
     results = [
         run_eval("--data", token_data, "--window-tokens", 16, *words, "--batch-size", size)
         for size in (1, 8)
@@ -101,6 +102,7 @@ EMOJI = "Smile 🙂🙃 or 👩‍👩‍👧 in <|endoftext|> é\r\n日本\n"
 
 
 def test_text_file_is_scored_by_its_bytes(run_eval, checkpoint, tmp_path):
+    """C37."""
     path = tmp_path / "emoji.txt"
     path.write_bytes(EMOJI.encode())
     result = run_eval("--text", path, "--window-tokens", 8)

@@ -32,6 +32,7 @@ def brute(model, context: list[int], target: list[int]) -> tuple[np.ndarray, np.
 
 
 def test_both_protocols_are_their_definitions(model, atol, tokenizer):
+    """C33, by brute force."""
     items = [*PASSAGES, *answered_right(model, tokenizer)]
     encoder = TextEncoder(tokenizer)
     logprobs, tops = [], []
@@ -104,6 +105,7 @@ def without_bos():
     "make", [lambda: tokenizer_with_bos(True), lambda: tokenizer_with_bos(False), without_bos]
 )
 def test_prefix_reaches_the_model_exactly_once(model, make):
+    """C35."""
     tokenizer, counts = make(), []
 
     def count(module, arguments, named):
@@ -129,6 +131,7 @@ def test_tokenizer_without_end_token_is_refused(model):
 
 
 def test_truncation_takes_from_the_left_and_is_counted(model, atol):
+    """C36."""
     a, b, c, d, e, f = range(10, 16)
     cases = [  # pair, what is read before and what is scored, for a limit of 3; truncated
         (([a, b, c], [d, e]), [([b, c], [d, e])], True),
@@ -151,6 +154,7 @@ def test_truncation_takes_from_the_left_and_is_counted(model, atol):
 
 
 def test_whole_run_with_and_without_a_limit(model, tokenizer):
+    """C36, over a whole file."""
     free = score_lambada(model, tokenizer, PASSAGES)
     assert free["truncated"] == 0
     assert free["limit_tokens"] == (512 if model.config.model_type == "llama" else None)

@@ -62,6 +62,7 @@ class ShortSplit:
 @pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1])
 @pytest.mark.parametrize("prefix", [None, 0])
 def test_every_token_is_scored_once(model, atol, length, prefix):
+    """C34, against one window at a time."""
     ids = random_ids(length)
     stream = ids if prefix is None else [prefix, *ids]
     expected = sum(

@@ -1,17 +1,22 @@
 """Truncation, carried state and document resets against plain references written out here."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from groundlm import UserError
 from groundlm.data.windows import StreamWindows, TokenSplit
+from groundlm.evaluation.perplexity import heldout_nats
+from groundlm.model.loading import load_model
 from groundlm.models import build_model
 from groundlm.training.checkpoint import checkpoints
 from groundlm.training.distributed import Ranks
 from groundlm.training.loop import Run, run_train
+from helpers import LLAMA
 
 
 def reference_loss(model, inputs, targets, state=None, resets=None):
@@ -191,10 +196,31 @@ def test_state_norm_retention_and_memory_effect_are_logged(train_config, tmp_pat
 
 
 def test_a_transformer_has_no_state_to_carry(train_config):
-    from dataclasses import replace
-
-    from groundlm import UserError
-
     config = replace(train_config(training__carry_state=True), model={"model_type": "llama"})
     with pytest.raises(UserError, match="carry_state is True: a model of type llama has no state"):
         run_train(config)
+
+
+def test_muon_is_refused_where_one_tensor_holds_several_matrices(train_config):
+    for kind in ("gated_delta_net", "mamba2"):
+        config = replace(train_config(optimizer__name="muon"), model={"model_type": kind})
+        with pytest.raises(UserError, match=f"a {kind} stores several matrices in one tensor"):
+            run_train(config)
+    run_train(replace(train_config(optimizer__name="muon", training__steps=1), model=LLAMA))
+
+
+def test_model_whose_held_out_loss_would_be_wrong_is_refused(train_config):
+    sizes = LLAMA | {"model_type": "granite", "logits_scaling": 8.0, "initializer_range": 0.3}
+    with pytest.raises(UserError, match="granite change their logits after the head"):
+        run_train(replace(train_config(), model=sizes))
+
+
+def test_held_out_loss_follows_the_resets_of_training(train_config, token_data):
+    settings = {"training__steps": 2, "training__eval_windows": 0}
+    figures = run_train(train_config(data__reset_at_documents=True, **settings))
+    model = load_model(figures["checkpoint"])
+    split = TokenSplit.open(token_data, "heldout")
+    nats, tokens = heldout_nats(model, split, 16, 4, 0, reset_at_documents=True)
+    assert figures["heldout_nats_per_token"] == pytest.approx(nats / tokens, rel=1e-6)
+    through, _ = heldout_nats(model, split, 16, 4, 0)
+    assert through != pytest.approx(nats, rel=1e-6)
