@@ -114,6 +114,18 @@ def test_done_runs_are_kept_and_models_and_seeds_can_be_added(compare_config, ca
     assert written.items() <= modified(config.out).items()
 
 
+def test_part_of_the_models_alone(compare_config):
+    entries = [replace(compare_config().models[0], learning_rate_of="deep"),
+               replace(compare_config().models[1], learning_rate=2e-3)]  # fmt: skip
+    config = compare_config(models=entries, only=["grounded"], seeds=[1])
+    run_compare(config)
+    (row,) = results_of(config)["table"]
+    assert (row["model"], row["learning_rate"]) == ("grounded", 2e-3)
+    assert row["perplexity"]["gap_percent"] is None
+    run_compare(replace(config, only=[]))
+    assert results_of(config)["table"][0]["perplexity"]["gap_percent"] is not None
+
+
 def test_table_is_never_poorer_than_before(compare_config, monkeypatch):
     config = compare_config()
     run_compare(config)
@@ -513,6 +525,7 @@ def own(**values):
     [
         ({"models": []}, "models names nothing"),
         ({"reference": "dep"}, "did you mean deep?"),
+        ({"only": ["grounded", "dep"]}, "only: 'dep' is none of the models (did you mean deep?)"),
         ({"seeds": [1, 1]}, "give one or several, each once"),
         ({"seeds": []}, "give one or several"),
         ({"tolerance": 0.0}, "tolerance is 0.0"),

@@ -104,7 +104,8 @@ class Comparison:
     def __init__(self, config: CompareConfig, passages: list[str] | None) -> None:
         self.config, self.out = config, Path(config.out)
         self.split = TokenSplit.open(config.data.path, "train")
-        self.models = settle_models(config, self.split.vocab_size)
+        self.all_models = settle_models(config, self.split.vocab_size)
+        self.models = [m for m in self.all_models if not config.only or m.name in config.only]
         check_room(config, self.split)
         self.exam = Exam.of(config, passages)
         self.rates: dict[str, dict[str, Any]] = {}
@@ -174,7 +175,7 @@ class Comparison:
         """The model's learning rate, settled once."""
         other = model.config.learning_rate_of
         if other is not None:
-            theirs = next(m for m in self.models if m.name == other)
+            theirs = next(m for m in self.all_models if m.name == other)
             rate = self._rate(theirs, train)["learning_rate"]
             self.rates[model.name] = {"learning_rate": rate, "source": other, "sweep": None}
         elif model.name not in self.rates:

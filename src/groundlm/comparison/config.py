@@ -68,6 +68,8 @@ class CompareConfig:
     """The models in order of importance: all of them with the first seed, then with the next."""
     reference: str
     """Name of the model that gaps in percent are relative to."""
+    only: list[str] = field(default_factory=list)
+    """Names of the models to make; none: all. The table shows these."""
     out: str = "runs/compare"
     """Folder of the table, the numbers, the plots and the runs."""
     seeds: list[int] = field(default_factory=lambda: [1])
@@ -107,6 +109,9 @@ class CompareConfig:
         if self.reference not in counts:
             known = nearest(self.reference, counts)
             raise UserError(f"reference {self.reference!r} is none of the models{known}")
+        for name in self.only:
+            if name not in counts:
+                raise UserError(f"only: {name!r} is none of the models{nearest(name, counts)}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"seeds is {self.seeds}: give one or several, each once")
         if not 0 < self.tolerance < 1:
