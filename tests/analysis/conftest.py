@@ -14,9 +14,9 @@ from helpers import tiny_config
 def model_dir(token_data: Path, tmp_path: Path):
     """Saves a model of the test corpus' vocabulary with its tokenizer; returns the folder."""
 
-    def save(name: str = "model", model: object = None, **sizes: object) -> str:
+    def save(name: str = "model", model: object = None, seed: int = 3, **sizes: object) -> str:
         if model is None:
-            torch.manual_seed(3)
+            torch.manual_seed(seed)
             model = GPNForCausalLM(tiny_config(vocab_size=300, **sizes))
             with torch.no_grad():
                 for p in model.parameters():

@@ -10,6 +10,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from groundlm.analysis.collect import collect, sample_windows
 from groundlm.analysis.default_token import decoded
+from groundlm.analysis.horizons import memory_horizons, retention
 from groundlm.analysis.lens import look
 from groundlm.analysis.taps import listening
 from groundlm.errors import UserError
@@ -69,11 +70,14 @@ def test_gated_delta_net_decays_are_those_of_its_kernel(monkeypatch):
         return kernel(*args, **kwargs)
 
     monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", spy)
-    found = collect(model, IDS)
+    found = collect(model, IDS, batch_size=5)
     np.testing.assert_allclose(found.log_decay_NTH, given["g"], rtol=1e-5)
     np.testing.assert_allclose(found.beta_NTH, given["beta"], rtol=1e-5)
     with torch.no_grad():
+        hidden = model.model(torch.from_numpy(IDS)).last_hidden_state
+        normed = model.model.norm(torch.from_numpy(found.states_NTD))
         logits = model(torch.from_numpy(IDS)).logits[1, 3]
+    torch.testing.assert_close(normed, hidden)  # states are what stands before the norm
     np.testing.assert_allclose(decoded(model, found.states_NTD[1, 3]), logits, atol=1e-5)
 
 
@@ -82,7 +86,35 @@ def test_states_that_are_not_finite_are_refused(tiny):
     with torch.no_grad():
         model.model.embedding.weight[int(IDS[2, 11])] = torch.nan
     with pytest.raises(UserError, match=r"\d+ of 65 states are not finite"):
+        collect(model, IDS, batch_size=5)
+
+
+def test_values_beside_the_states_that_are_not_finite_are_refused(tiny):
+    model = tiny()
+    with torch.no_grad():
+        model.model.memory.beta.weight[:] = torch.inf  # inf - inf; reads are numbers still
+        model.model.predict[0].read.out.weight[:] = 0
+    with pytest.raises(UserError, match="not finite"):
         collect(model, IDS)
+
+
+def test_a_head_that_forgets_everything_is_no_fault(tiny):
+    model = tiny()
+    with torch.no_grad():
+        model.model.memory.A_log[1] = 90.0
+    found = collect(model.float(), IDS)
+    assert np.isneginf(found.log_decay_NTH[..., 1]).any()
+    curves = retention(found.log_decay_NTH)
+    assert np.isfinite(curves["retention"]).all()
+    assert curves["retention"][1][0] == pytest.approx(0, abs=1e-6)
+    assert memory_horizons(curves)["horizon_tokens"][1] < 1
+
+
+def test_norms_beyond_the_squares_of_float32(tiny):
+    model = tiny().float()
+    with torch.no_grad():
+        model.model.ground.token_proj.weight.mul_(1e22)
+    assert all(np.isfinite(x).all() for x in collect(model, IDS).norms_NT.values())
 
 
 @pytest.mark.parametrize(

@@ -99,14 +99,28 @@ def test_planted_mean_is_found():
     assert default_token.stability(moved)["min"] < -0.99
 
 
-def test_how_soon_of_states_that_turn_to_the_mean():
-    """Windows (1, 0), (1, 1), (0, 1): running means at 45, 18.4 and 0 degrees from s-bar."""
+def test_how_soon_sets_a_window_against_the_others():
+    """Running means at 45, 18.4 and 0 degrees from the mean (1, 1) of the other, equal window."""
     window = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
     figures, curve = default_token.how_soon(np.stack([window, window]))
     expected = [1 / np.sqrt(2), 3 / np.sqrt(10), 1]
     np.testing.assert_allclose(curve, expected, atol=1e-12)
     assert figures == {"after_1": curve[0], "after_10": None, "after_100": None,
                        "first_token_of_0.98": 3}  # fmt: skip
+    apart = np.stack([window, -window, window])  # the others' mean: 0, a third of (2, 2), 0
+    _, curve = default_token.how_soon(apart)
+    np.testing.assert_allclose(curve, -np.array(expected) / 3, atol=1e-12)
+    with pytest.raises(ValueError, match="no others"):
+        default_token.how_soon(window[None])
+
+
+def test_one_large_still_dimension_does_not_hide_the_others():
+    states = np.random.default_rng(5).normal(0, 0.05, (500, 8)).astype(np.float32)
+    states[:, 3] = 1e5
+    _, covariance = geometry.covariance(states)
+    moving = np.delete(np.diag(covariance), 3)
+    assert covariance[3, 3] == 0
+    np.testing.assert_allclose(moving, 0.0025, rtol=0.3)
 
 
 def test_rank_correlation_and_top_tokens():

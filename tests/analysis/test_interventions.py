@@ -23,14 +23,14 @@ def unit(x):
 
 def by_hand(
     model, ids, *, out=lambda s: s, read_scale=1.0, beta_scale=1.0, silent=(), decay=None,
-    frozen=None, swapped=None, key_order=None, ffn=None, gate=None, reset=None,
+    frozen=None, swapped=None, key_of=None, unwritten=None, ffn=None, gate=None, reset=None,
 ):  # fmt: skip
     """Logits [B, T, W] of a one-layer GPN+M, one token after the other."""
     w = {k.removeprefix("model."): v for k, v in model.state_dict().items()}
     batch, width = len(ids), w["ground.gate.weight"].shape[0]
     p, g, m = torch.zeros(batch, width), torch.zeros(batch, width), torch.zeros(batch, H, K, V)
     p, g, m = p.double(), g.double(), m.double()
-    logits = []
+    logits, keys = [], []
     for t in range(ids.shape[1]):
         if reset and t % reset == 0:
             p, g, m = torch.zeros_like(p), torch.zeros_like(g), torch.zeros_like(m)
@@ -43,10 +43,13 @@ def by_hand(
         there = rms(g_before, w["memory.write_norm.weight"])
         k = torch.relu(there @ w["memory.key.weight"].T + w["memory.key.bias"])
         k = unit(k.view(batch, H, K))
-        if key_order is not None:
-            k = torch.stack([k[:, h, key_order[h]] for h in range(H)], 1)
+        keys.append(k)
+        if key_of is not None:
+            k = keys[key_of[t]]
         v = (here @ w["memory.value.weight"].T).view(batch, H, V)
         beta = beta_scale * torch.sigmoid(here @ w["memory.beta.weight"].T)
+        if unwritten is not None and t >= unwritten:
+            beta = torch.zeros_like(beta)
         rate = F.softplus(here @ w["memory.decay.weight"].T + w["memory.dt_bias"])
         gamma = -w["memory.A_log"].exp() * rate
         for h, value in (decay or {}).items():
@@ -54,8 +57,8 @@ def by_hand(
         if frozen is None or t < frozen:
             fix = v - torch.einsum("bhkv,bhk->bhv", m, k)
             m = gamma.exp()[..., None, None] * m + torch.einsum("bh,bhk,bhv->bhkv", beta, k, fix)
-        if swapped == t + 1:
-            m = torch.stack([m[i - 1] for i in range(batch)])
+        if swapped is not None and swapped[0] == t + 1:
+            m = torch.from_numpy(swapped[1]).expand_as(m)
         a, b = (rms(g, w["predict.0.ffn.norm.weight"]) @ w["predict.0.ffn.up.weight"].T).chunk(
             2, -1
         )
@@ -94,6 +97,7 @@ def without(direction):
 
 
 DIRECTION = np.linspace(-1, 2, 20)
+FOREIGN = np.random.default_rng(0).normal(size=(H, K, V))
 
 CASES = {
     "project_out": (lambda m: act.project_out(m, DIRECTION), {"out": without(DIRECTION)}),
@@ -111,7 +115,8 @@ CASES = {
     "write off": (act.write_off, {"beta_scale": 0.0}),
     "frozen": (lambda m: act.freeze_memory(m, 5), {"frozen": 5}),
     "frozen empty": (lambda m: act.freeze_memory(m, 0), {"frozen": 0}),
-    "swapped": (lambda m: act.swap_memory(m, 4), {"swapped": 4}),
+    "unwritten": (lambda m: act.write_off(m, 6), {"unwritten": 6}),
+    "swapped": (lambda m: act.swap_memory(m, 4, FOREIGN), {"swapped": (4, FOREIGN)}),
     "gate": (lambda m: act.fix(m, {"ground.gate": np.full(20, 0.3)}), {"gate": 0.3}),
     "ffn": (
         lambda m: act.fix(m, {"predict.*.ffn": DIRECTION}),
@@ -141,10 +146,35 @@ def test_intervention_is_what_it_says(model, ids, name):
 
 def test_shuffled_keys(model, ids):
     random = np.random.default_rng(4)
-    order = [random.permutation(K) for _ in range(H)]
+    key_of = [int(random.integers(max(1, t))) for t in range(T)]
     with torch.no_grad(), act.shuffle_keys(model, seed=4):
         changed = model(ids).logits
-    torch.testing.assert_close(changed, by_hand(model, ids, key_order=order), atol=1e-9, rtol=0)
+    torch.testing.assert_close(changed, by_hand(model, ids, key_of=key_of), atol=1e-9, rtol=0)
+    assert all(source < t for t, source in enumerate(key_of) if t)
+
+
+def test_memory_after_a_text(model, ids):
+    with torch.no_grad():
+        expected = model(ids[1:2, :9]).state.memory_BHKV[0]
+    np.testing.assert_allclose(act.memory_after(model, ids[1, :9].numpy()), expected, atol=1e-12)
+
+
+def test_resets_add_to_each_other_and_to_those_of_the_call(model, ids):
+    every = torch.arange(T) % 6 == 0
+    with torch.no_grad():
+        with act.reset_every(model, 6), act.reset_every(model, 4):
+            both = model(ids).logits
+        hand = model(ids, resets=(every | (torch.arange(T) % 4 == 0)).expand(3, T)).logits
+        torch.testing.assert_close(both, hand, atol=1e-12, rtol=0)
+        at_nine = (torch.arange(T) == 9).expand(3, T)
+        with act.reset_every(model, 6):
+            documents = model(ids, resets=at_nine).logits
+            embedded = model(inputs_embeds=model.model.embedding(ids)).logits
+            with pytest.raises(UserError, match="not with position_ids"):
+                model(ids, position_ids=torch.arange(T).expand(3, T))
+        hand = model(ids, resets=at_nine | every).logits
+        torch.testing.assert_close(documents, hand, atol=1e-12, rtol=0)
+        torch.testing.assert_close(embedded, by_hand(model, ids, reset=6), atol=1e-9, rtol=0)
 
 
 def test_interventions_nest_and_end_with_an_error(model, ids):
@@ -191,3 +221,43 @@ def test_refusals(model):
         act.project_out(model, np.zeros(20))
     with pytest.raises(UserError, match="every 0 tokens"):
         act.reset_every(model, 0).__enter__()
+    for bad in (np.full(20, np.nan), np.ones(19)):
+        for make in (act.project_out, act.subtract):
+            with pytest.raises(UserError, match="give 20 finite numbers"):
+                make(model, bad)
+    for bad in (np.array([-1.0, 0.5, -1.0]), np.array([-1.0]), np.full(3, np.nan)):
+        with pytest.raises(UserError, match="give 3 values of at most 0"):
+            act.clamp_decay(model, [0], bad)
+    with pytest.raises(UserError, match="after -3 tokens: it must be at least 0"):
+        act.freeze_memory(model, -3)
+    with pytest.raises(UserError, match="after 0 tokens: it must be at least 1"):
+        act.swap_memory(model, 0, FOREIGN)
+
+
+@pytest.mark.parametrize("pattern", ["predict.0.reed", "predict.7.ffn"])
+def test_places_that_are_not_there_are_told(model, ids, pattern):
+    for enter in (
+        replacing(model, pattern, torch.zeros_like),
+        listening(model, pattern, print),
+        act.fix(model, {"ground.gate": np.zeros(20), pattern: np.zeros(20)}),
+    ):
+        with pytest.raises(UserError, match=f"no place of the model matches '{pattern}'"), enter:
+            model(ids)
+    with replacing(model, pattern, torch.zeros_like):
+        pass  # nothing was computed, so nothing can be said
+
+
+def test_a_gpn_without_memory_has_none_to_change(tiny):
+    model = tiny(num_heads=0)
+    for make in (
+        lambda: act.read_off(model),
+        lambda: act.write_off(model),
+        lambda: act.freeze_memory(model, 3),
+        lambda: act.swap_memory(model, 3, FOREIGN),
+        lambda: act.shuffle_keys(model),
+        lambda: act.memory_after(model, np.arange(3)),
+        lambda: act.silence_heads(model, []),
+        lambda: act.clamp_decay(model, [], np.array([])),
+    ):
+        with pytest.raises(UserError, match="this gpn has no memory to change"):
+            make()

@@ -60,27 +60,35 @@ def attribute_reads(
         layer: the predict layer that reads.
 
     Raises:
-        UserError: a model without memory, a position outside the text, targets of another number.
+        UserError: a model without memory or under an intervention, a position outside the text,
+            targets of another number.
     """
     gpn = require_gpn(model).model
+    if gpn._forward_pre_hooks:
+        raise UserError("reads are attributed for a model as it is: leave the intervention first")
     if gpn.memory is None:
         raise UserError("reads are attributed for a gpn with a memory, this one has none")
     if bad := [t for t in positions if not 0 <= t < len(ids_T)]:
         raise UserError(f"position {bad[0]} is outside the text of {len(ids_T)} tokens")
     layer = range(len(gpn.predict))[layer]
-    seen: dict[str, list[Tensor]] = {}
-    with evaluating(model), listening(model, "*", lambda at, x: seen.setdefault(at, []).append(x)):
-        gpn(torch.from_numpy(np.asarray(ids_T))[None].to(gpn.embedding.weight.device))
     at = f"predict.{layer}."
-    memories = [torch.zeros_like(seen["memory"][0]), *seen["memory"][:-1]]
-    written_THV = torch.cat(
-        [
-            beta.unsqueeze(-1) * (value - cell.recall(memory, key))
-            for memory, key, value, beta in zip(
-                memories, seen["write.key"], seen["write.value"], seen["write.beta"], strict=True
-            )
-        ]
-    )
+    of_layer = (f"{at}query", f"{at}answer", f"{at}read_gate")
+    kept = ("write.key", "write.log_decay", "predicted", *of_layer)
+    seen: dict[str, list[Tensor]] = {place: [] for place in (*kept, "written")}
+    step: dict[str, Tensor] = {}
+
+    def listen(place: str, value: Tensor) -> None:
+        if place in kept:
+            seen[place].append(value)
+        if place == "memory":  # what was written, so that no memory but the last is kept
+            before = step.get("memory", torch.zeros_like(value))
+            fix_1HV = step["write.value"] - cell.recall(before, step["write.key"])
+            seen["written"].append(step["write.beta"].unsqueeze(-1) * fix_1HV)
+        step[place] = value
+
+    with evaluating(model), listening(model, "*", listen):
+        gpn(torch.from_numpy(np.asarray(ids_T))[None].to(gpn.embedding.weight.device))
+    written_THV = torch.cat(seen["written"])
     sums_TH = torch.cat(seen["write.log_decay"]).cumsum(0)
     keys_THK = torch.cat(seen["write.key"])
     chosen = torch.tensor(positions, dtype=torch.int64, device=sums_TH.device)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from groundlm.analysis import interventions as act
 from groundlm.analysis.collect import Collected, collect
-from groundlm.analysis.horizons import memory_horizons, pools, retention
+from groundlm.analysis.horizons import bounded, memory_horizons, pools, retention
 from groundlm.analysis.means import place_means
 
 
@@ -22,6 +22,15 @@ class Change:
     name: str
     what: str
     enter: Callable[[], act.Intervention]
+    first: int = 0
+    """The first target of a window that it can reach."""
+    period: int | None = None
+    """It starts anew every so many tokens; None: once."""
+
+    @property
+    def from_some_token(self) -> bool:
+        """Whether it begins at a token, so that its effect has an age."""
+        return bool(self.first or self.period)
 
 
 def known_changes(
@@ -33,12 +42,12 @@ def known_changes(
 ) -> list[Change]:
     """All interventions that the model has the parts for, with the means of its own windows.
 
-    Those that could not act (a reset, freeze or swap beyond the windows; a swap between fewer than
-    two rows) are left out.
+    Those that could not act, a reset, freeze or swap beyond the windows, are left out.
 
     Args:
-        ids_NT: windows that means and horizons are taken from, int64 [N, T].
-        after_tokens: when the memory is frozen or swapped.
+        ids_NT: windows that means and horizons are taken from, int64 [N, T]; the last target of a
+            window is its last token.
+        after_tokens: when writing ends and the memory is frozen or swapped (not at 0).
         resets: lengths after which the state is reset.
     """
     seen = collect(model, ids_NT, batch_size)
@@ -58,10 +67,10 @@ def known_changes(
     if seen.log_decay_NTH is not None:
         changes += _memory_changes(model, seen)
         if after_tokens < ids_NT.shape[1] - 1:
-            changes += _late_changes(model, after_tokens, min(len(ids_NT), batch_size))
+            changes += _late_changes(model, after_tokens, ids_NT[-1, -after_tokens - 1 :])
     return changes + [
         Change(f"reset_every_{n}", f"the state reset every {n} tokens",
-               partial(act.reset_every, model, n))
+               partial(act.reset_every, model, n), first=n, period=n)
         for n in resets
         if n < ids_NT.shape[1] - 1
     ]  # fmt: skip
@@ -69,15 +78,14 @@ def known_changes(
 
 def _memory_changes(model: PreTrainedModel, seen: Collected) -> list[Change]:
     assert seen.log_decay_NTH is not None
-    decay_H = seen.log_decay_NTH.mean((0, 1), dtype=np.float64)
+    decay_H = bounded(seen.log_decay_NTH).mean((0, 1), dtype=np.float64)
     horizons = memory_horizons(retention(seen.log_decay_NTH))["horizon_tokens"]
     fast, slow = pools(horizons)
     named = {f"head_{h}": [h] for h in range(len(horizons))}
     named |= {name: heads for name, heads in (("fast_pool", fast), ("slow_pool", slow)) if heads}
     changes = [
         Change("read_off", "nothing read from the memory", partial(act.read_off, model)),
-        Change("write_off", "nothing written to the memory", partial(act.write_off, model)),
-        Change("keys_shuffled", "the components of every key permuted",
+        Change("keys_shuffled", "every value written under the key of some earlier token",
                partial(act.shuffle_keys, model)),
     ]  # fmt: skip
     for name, heads in named.items():
@@ -93,9 +101,18 @@ def _memory_changes(model: PreTrainedModel, seen: Collected) -> list[Change]:
     return changes
 
 
-def _late_changes(model: PreTrainedModel, after: int, rows: int) -> list[Change]:
-    frozen = Change("memory_frozen", f"the memory frozen after {after} tokens",
-                    partial(act.freeze_memory, model, after))  # fmt: skip
-    swapped = Change("memory_swapped", f"another window's memory after {after} tokens",
-                     partial(act.swap_memory, model, after))  # fmt: skip
-    return [frozen, swapped] if rows > 1 and after > 0 else [frozen]
+def _late_changes(model: PreTrainedModel, after: int, other_ids_T: np.ndarray) -> list[Change]:
+    """What happens to the memory after some tokens; `other_ids_T`: a text to take another from."""
+    changes = [
+        Change("write_off", f"nothing written after {after} tokens: the memory only decays",
+               partial(act.write_off, model, after), first=after),
+        Change("memory_frozen", f"the memory frozen after {after} tokens",
+               partial(act.freeze_memory, model, after), first=after),
+    ]  # fmt: skip
+    if after:
+        memory_HKV = act.memory_after(model, other_ids_T[-after:])
+        changes.append(
+            Change("memory_swapped", f"the memory of another text after {after} tokens",
+                   partial(act.swap_memory, model, after, memory_HKV), first=after - 1)
+        )  # fmt: skip
+    return changes

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+from groundlm.analysis import default_token, horizons
 from groundlm.analysis.taps import listening
 from groundlm.errors import UserError
 from groundlm.evaluation.reading import TokenStream
@@ -32,7 +33,8 @@ class Collected:
     ids_NT: np.ndarray
     """Tokens read, int64; every window starts from the zero state."""
     states_NTD: np.ndarray
-    """Of a GPN s^p after each token; of another model what its head reads."""
+    """Of a GPN s^p after each token; of another model the last layer's output, before the norm that
+    the head stands behind."""
     log_decay_NTH: np.ndarray | None = None
     """Log-decay gamma of every head and token, <= 0; None without a memory."""
     beta_NTH: np.ndarray | None = None
@@ -64,7 +66,7 @@ def sample_windows(stream: TokenStream, states: int, window_tokens: int) -> np.n
 
 
 @torch.inference_mode()
-def collect(model: PreTrainedModel, ids_NT: np.ndarray, batch_size: int = 8) -> Collected:
+def collect(model: PreTrainedModel, ids_NT: np.ndarray, batch_size: int = 4) -> Collected:
     """Read windows side by side, each from the zero state, and keep what the analyses need.
 
     Args:
@@ -74,7 +76,7 @@ def collect(model: PreTrainedModel, ids_NT: np.ndarray, batch_size: int = 8) -> 
         batch_size: windows read at a time; it changes the numbers by rounding only.
 
     Raises:
-        UserError: a state that is not finite.
+        UserError: a state or another value that is not finite.
     """
     windows, tokens = ids_NT.shape
     arrays: dict[str, np.ndarray] = {}
@@ -92,12 +94,15 @@ def collect(model: PreTrainedModel, ids_NT: np.ndarray, batch_size: int = 8) -> 
             batch_BT = torch.from_numpy(ids_NT[rows]).to(model.device)
             read = _gpn_figures if is_gpn else _layer_figures
             with read(model, partial(keep, rows)):
-                out = model.base_model(input_ids=batch_BT, use_cache=False)
-            if not is_gpn:
-                keep(rows, "state", slice(None), out.last_hidden_state)
+                model.base_model(input_ids=batch_BT, use_cache=False)
             bad = int((~np.isfinite(arrays["state"][rows]).all(-1)).sum())
             if bad:
                 raise UserError(f"{bad} of {batch_BT.numel()} states are not finite")
+    for name, values in arrays.items():
+        # A decay of -inf forgets everything and is a number; the bound of a float32 sum is not.
+        checked = horizons.bounded(values) if name == "write.log_decay" else values
+        if not np.isfinite(checked).all():
+            raise UserError(f"values of the model at {name.split()[-1]} are not finite")
     return _collected(ids_NT, arrays)
 
 
@@ -121,19 +126,25 @@ def _gpn_figures(model: PreTrainedModel, keep: Keep) -> Iterator[None]:
         elif place.endswith("gate") and not place.endswith("read_gate"):
             keep(f"open {place}", at, value.mean(-1))
         elif place.endswith((".ffn", ".read")):
-            keep(f"norm {place.removeprefix('predict.')}", at, value.norm(dim=-1))
+            keep(f"norm {place.removeprefix('predict.')}", at, _norm(value))
             if place.endswith(".ffn"):
                 rest = value
         elif place.endswith(".rest"):
-            keep(f"norm {layer}.carried", at, (value - rest).norm(dim=-1))
+            keep(f"norm {layer}.carried", at, _norm(value - rest))
 
     with listening(model, "*", listen):
         yield
 
 
+def _norm(value_BD: Tensor) -> Tensor:
+    """In float64, whose squares no float32 overflows."""
+    return value_BD.double().norm(dim=-1)
+
+
 @contextmanager
 def _layer_figures(model: PreTrainedModel, keep: Keep) -> Iterator[None]:
-    """Hands over decay and write strength of the layers of a Gated DeltaNet, if there are any."""
+    """Hands over the last layer's output, and decay and write strength of the layers of a Gated
+    DeltaNet, if there are any."""
     layers: list[Any] = [x for x in model.modules() if isinstance(x, Qwen3NextGatedDeltaNet)]
     found: list[tuple[Tensor, Tensor]] = []
 
@@ -143,7 +154,18 @@ def _layer_figures(model: PreTrainedModel, keep: Keep) -> Iterator[None]:
         rate = F.softplus(a.flatten(-2).float() + of.dt_bias.float())
         found.append((-of.A_log.float().exp() * rate, b.flatten(-2).sigmoid()))
 
+    def before_norm(_: Any, arguments: tuple[Tensor]) -> None:
+        keep("state", slice(None), arguments[0])
+
+    def without_norm(_: Any, __: Any, out: Any) -> None:
+        keep("state", slice(None), out.last_hidden_state)
+
+    norm = default_token.final_norm(model)
     with ExitStack() as stack:
+        if norm is None:
+            stack.callback(model.base_model.register_forward_hook(without_norm).remove)
+        else:
+            stack.callback(norm.register_forward_pre_hook(before_norm).remove)
         for layer in layers:
             hook = layer.in_proj_ba.register_forward_hook(partial(listen, of=layer))
             stack.callback(hook.remove)

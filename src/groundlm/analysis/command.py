@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from groundlm.analysis.collect import Collected, collect, sample_windows
+from groundlm.analysis.collect import collect, sample_windows
 from groundlm.analysis.example import example
-from groundlm.analysis.report import write_report
-from groundlm.analysis.source import default_out, open_source
+from groundlm.analysis.report import STATS_NAME, check_out, write_report
+from groundlm.analysis.source import default_out, dtype_name, open_source, weights_sha256
 from groundlm.analysis.stats import rounded, state_statistics
-from groundlm.data.tokenizer import load_tokenizer
+from groundlm.data.tokenizer import load_tokenizer, vocabulary_size
 from groundlm.errors import UserError
 from groundlm.evaluation.record import make_folder_of, write_json
 from groundlm.evaluation.scoring import check_scorable, vocabulary_rows
@@ -47,7 +49,7 @@ is read."""
     """Tokens of a window, each read from the zero state; bounds the lags."""
     example_tokens: int = 48
     """Tokens of the example that is shown token by token; 0 shows none."""
-    batch_size: int = 8
+    batch_size: int = 4
     """Windows read side by side; it changes the figures by rounding only."""
     device: str = "auto"
     """`cpu`, `cuda`, ...; `auto` takes a GPU if there is one."""
@@ -58,17 +60,21 @@ is read."""
 def run_analyze(config: AnalyzeConfig) -> dict[str, Any]:
     """`analyze`, then write the results; the last line of stdout names them as JSON."""
     out = default_out(config.out, config.model)
-    make_folder_of(out / "stats.json")
-    stats = analyze(config)
-    write_json(out / "stats.json", stats)
+    check_out(out)
+    stats = analyze(config, partial(make_folder_of, out / STATS_NAME))
+    write_json(out / STATS_NAME, stats)
     report = write_report(out)
-    paths = {"report": str(report), "stats": str(out / "stats.json")}
+    paths = {"report": str(report), "stats": str(out / STATS_NAME)}
     print(json.dumps(paths))
     return paths
 
 
-def analyze(config: AnalyzeConfig) -> dict[str, Any]:
+def analyze(
+    config: AnalyzeConfig, once_checked: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Everything that stats.json holds, for one model.
+
+    `once_checked` is called when all inputs are open and fit, before the work.
 
     Raises:
         UserError: a model, text or number that does not fit, states that are not finite.
@@ -80,9 +86,12 @@ def analyze(config: AnalyzeConfig) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.model)
     source = open_source(config.data, config.text, model, tokenizer, config.model)
     ids_NT = sample_windows(source.stream, config.states, config.window_tokens)
+    second = None if config.against is None else _second_model(config, model)
+    once_checked()
     seen = collect(model, ids_NT, config.batch_size)
-    other = None if config.against is None else _read_by_other(config, ids_NT, model)
-    stats = state_statistics(model, seen, source.train_counts, other)
+    other = None if second is None else collect(second, ids_NT, config.batch_size)
+    counts = source.train_counts()
+    stats = state_statistics(model, seen, vocabulary_size(tokenizer), counts, other)
     _name_tokens(stats, tokenizer)
     shown = None
     if isinstance(model, GPNForCausalLM) and config.example_tokens:
@@ -91,7 +100,8 @@ def analyze(config: AnalyzeConfig) -> dict[str, Any]:
         "model": config.model,
         "model_type": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "dtype": config.dtype,
+        "weights_sha256": weights_sha256(config.model),
+        "dtype": dtype_name(model),
         "source": source.named,
         "windows": ids_NT.shape[0],
         "window_tokens": ids_NT.shape[1],
@@ -102,14 +112,14 @@ def analyze(config: AnalyzeConfig) -> dict[str, Any]:
     }
 
 
-def _read_by_other(config: AnalyzeConfig, ids_NT: Any, model: PreTrainedModel) -> Collected:
+def _second_model(config: AnalyzeConfig, model: PreTrainedModel) -> PreTrainedModel:
     other = load_model(str(config.against), config.dtype, resolve_device(config.device))
     have, want = vocabulary_rows(other), vocabulary_rows(model)
     if have != want:
         raise UserError(
             f"{config.against} has a vocabulary of {have:,}, {config.model} of {want:,}"
         )
-    return collect(other, ids_NT, config.batch_size)
+    return other
 
 
 def _name_tokens(stats: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import spearmanr
+from torch import nn
 from transformers import PreTrainedModel
 
 from groundlm.evaluation.scoring import logit_slices
@@ -60,18 +61,23 @@ def stability(states_ND: np.ndarray) -> dict[str, Any]:
 def how_soon(states_NTD: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Cosine of each window's running mean of s^p with s-bar, averaged over windows, [T].
 
-    Figures: after 1, 10 and 100 tokens (None beyond the windows) and the first token of 0.98.
+    s-bar is that of the other windows, so that no window is set against itself. Figures: after 1,
+    10 and 100 tokens (None beyond the windows) and the first token of 0.98. Raises `ValueError` for
+    fewer than two windows.
     """
-    mean_D = states_NTD.mean((0, 1), dtype=np.float64)
-    norm = np.linalg.norm(mean_D)
-    curve_T = np.zeros(states_NTD.shape[1])
+    windows, tokens, _ = states_NTD.shape
+    if windows < 2:
+        raise ValueError("a single window has no others")
+    total_D = states_NTD.sum((0, 1), dtype=np.float64)
+    curve_T = np.zeros(tokens)
     for states_TD in states_NTD:
         sums_TD = np.cumsum(states_TD, 0, dtype=np.float64)
-        sizes_T = np.linalg.norm(sums_TD, axis=1) * norm
+        mean_D = (total_D - sums_TD[-1]) / ((windows - 1) * tokens)
+        sizes_T = np.linalg.norm(sums_TD, axis=1) * np.linalg.norm(mean_D)
         curve_T += np.divide(
             sums_TD @ mean_D, sizes_T, out=np.zeros_like(sizes_T), where=sizes_T > 0
         )
-    curve_T /= len(states_NTD)
+    curve_T /= windows
     reached = np.flatnonzero(curve_T >= NEAR)
     figures: dict[str, Any] = {
         f"after_{t}": float(curve_T[t - 1]) if t <= len(curve_T) else None for t in (1, 10, 100)
@@ -81,13 +87,22 @@ def how_soon(states_NTD: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     }, curve_T
 
 
+def final_norm(model: PreTrainedModel) -> nn.Module | None:
+    """The norm between the last layer of a transformers model and its head; None if unknown."""
+    base = model.base_model
+    return getattr(base, "norm", None) or getattr(base, "norm_f", None)
+
+
 @torch.inference_mode()
 def decoded(model: PreTrainedModel, state_D: np.ndarray) -> np.ndarray:
-    """Logits of a state through the model's decoder, float64 [W]."""
-    dtype = torch.promote_types(model.get_input_embeddings().weight.dtype, torch.float32)
+    """Logits of a state through the model's decoder (norm and head), float64 [W]."""
+    weight = model.get_input_embeddings().weight
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     state_1D = torch.from_numpy(np.array(state_D))[None].to(model.device, dtype)
     if isinstance(model, GPNForCausalLM):
         state_1D = model.model.decoder_hidden(state_1D)
+    elif (norm := final_norm(model)) is not None:
+        state_1D = norm(state_1D.to(weight.dtype))
     nothing = torch.zeros(1, dtype=torch.int64, device=model.device)
     ((logits_1W, _),) = logit_slices(model, state_1D, nothing)
     return logits_1W[0].double().cpu().numpy()
@@ -112,10 +127,10 @@ def rank_correlation(logits_W: np.ndarray, counts_W: np.ndarray) -> float | None
 
 
 @torch.inference_mode()
-def fused_mean_embedding(model: GPNForCausalLM) -> np.ndarray:
-    """The token contribution e of the mean over the embedding's rows, float64 [D]."""
+def fused_mean_embedding(model: GPNForCausalLM, vocabulary: int) -> np.ndarray:
+    """The token contribution e of the mean over the embedding's first rows, float64 [D]."""
     ground = model.model.ground
-    mean_E = model.model.embedding.weight.mean(0)
+    mean_E = model.model.embedding.weight[:vocabulary].mean(0)
     token_D = cell.token_contribution(
         mean_E, ground.token_norm.weight, ground.token_proj.weight, model.model.norm_eps
     )

@@ -21,9 +21,10 @@ def example(
 ) -> dict[str, Any]:
     """What a GPN expects at each token of a text, and where its last reads come from.
 
-    Returns `tokens` (for each: text, surprisal in nats, top tokens by s^p and by s^g, norms, gates)
-    and `reads` (for the last positions: the token predicted and the source tokens of the largest
-    effect on its logit, with effect and share by head).
+    Returns the number of `layers`; `tokens`, for each its text, surprisal in nats, top tokens by
+    s^p and by s^g, norms and gates; and `reads` of the last layer, for the last positions the token
+    predicted and the source tokens of the largest effect on its logit, with effect and share by
+    head.
     """
     lens = look(model, ids_T, TOP)
 
@@ -41,8 +42,9 @@ def example(
         }
         for t in range(len(ids_T))
     ]
+    found_layers = len(require_gpn(model).model.predict)
     if require_gpn(model).model.memory is None:
-        return {"tokens": tokens, "reads": []}
+        return {"layers": found_layers, "tokens": tokens, "reads": []}
     positions = list(range(max(0, len(ids_T) - ATTRIBUTED), len(ids_T)))
     found = attribute_reads(model, ids_T, positions)
     reads = []
@@ -66,4 +68,4 @@ def example(
                 ],
             }
         )
-    return {"tokens": tokens, "reads": reads}
+    return {"layers": found_layers, "tokens": tokens, "reads": reads}

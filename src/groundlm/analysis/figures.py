@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+STATE, OTHER_STATE = "s^p", "x"
+STATES = {
+    STATE: "s^p is the predicted state, what the decoder reads.",
+    OTHER_STATE: "x is the last layer's output, before the norm and the head.",
+}
+"""The vector that the figures are about, in a GPN and in any other model."""
+
 
 class Figure(NamedTuple):
     """One row of the analyses table."""

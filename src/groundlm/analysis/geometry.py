@@ -15,7 +15,7 @@ DEAD = 1e-3
 """A dimension is dead if its sd is below this share of the median sd."""
 SHARES = (0.5, 0.9, 0.99)
 NOISE = 1e-6
-"""A spread below this share of the largest value is rounding, and counts as none."""
+"""A spread below this share of a dimension's largest value is rounding, and counts as none."""
 
 
 def norms(states_ND: np.ndarray) -> dict[str, float]:
@@ -35,8 +35,8 @@ def covariance(states_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         centred_ND = states_ND[first : first + CHUNK] - mean_D
         total_DD += centred_ND.T @ centred_ND
     covariance_DD = total_DD / len(states_ND)
-    scale = np.abs(states_ND).max(initial=0.0) * NOISE
-    still_D = np.sqrt(np.diag(covariance_DD)) <= scale
+    largest_D = np.maximum(states_ND.max(0), -states_ND.min(0))
+    still_D = np.sqrt(np.diag(covariance_DD)) <= NOISE * largest_D
     covariance_DD[still_D] = 0.0
     covariance_DD[:, still_D] = 0.0
     return mean_D, covariance_DD

@@ -13,6 +13,8 @@ LAGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500)
 FAST_TOKENS = 4.0
 """A head is fast if its horizon is shorter."""
 NOISE = 1e-6
+FORGOTTEN = -1e4
+"""A log-decay after which nothing is left in any float."""
 
 
 def cosine_by_lag(states_NTD: np.ndarray, centred: bool) -> dict[str, list]:
@@ -35,6 +37,11 @@ def cosine_by_lag(states_NTD: np.ndarray, centred: bool) -> dict[str, list]:
     return {"lags": lags, "cosine": [float(x) for x in sums / len(states_NTD)]}
 
 
+def bounded(log_decay: np.ndarray) -> np.ndarray:
+    """Log-decays that forget everything at once, down to -inf, as finite ones that do, too."""
+    return np.maximum(log_decay, FORGOTTEN)
+
+
 def retention(log_decay_NTH: np.ndarray) -> dict[str, list]:
     """Share of what stands in the memory that is left k tokens later, by head.
 
@@ -43,7 +50,7 @@ def retention(log_decay_NTH: np.ndarray) -> dict[str, list]:
     """
     windows, tokens, heads = log_decay_NTH.shape
     sums_NTH = np.zeros((windows, tokens + 1, heads))
-    np.cumsum(log_decay_NTH, axis=1, dtype=np.float64, out=sums_NTH[:, 1:])
+    np.cumsum(bounded(log_decay_NTH), axis=1, dtype=np.float64, out=sums_NTH[:, 1:])
     fine = np.arange(1, 65)
     coarse = np.unique(np.round(64 * 2 ** np.arange(0, 10, 1 / 8)).astype(int))
     lags = [int(k) for k in np.union1d(fine, coarse) if k <= max(tokens - 1, 1)]

@@ -6,7 +6,8 @@ counts tokens, a function that makes the tap of one forward call (`taps.tapped`)
     def halve_reads(model):
         return replacing(model, "predict.*.read", lambda read: 0.5 * read)
 
-Windows are read in one forward call each; "after n tokens" counts the tokens of the call.
+Windows are read in one forward call each; "after n tokens" counts the positions of the call, with
+padding among them.
 B batch, H heads, K key width, V value width, D state, Y = H * V.
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groundlm.analysis.taps import replacing, require_gpn, tapped
+from groundlm.analysis.taps import changing, replacing, require_gpn, tapped
 from groundlm.errors import UserError
+from groundlm.evaluation.scoring import evaluating
 from groundlm.model.cell import Tap
 
 Intervention = AbstractContextManager[None]
@@ -32,8 +33,9 @@ Intervention = AbstractContextManager[None]
 def project_out(model: PreTrainedModel, direction_D: np.ndarray) -> Intervention:
     """Take the component along a direction (s-bar, as a rule) out of every s^p.
 
-    Raises `UserError` for a direction of zero length.
+    Raises `UserError` for a direction of zero length, of another width, or that is not finite.
     """
+    _check_vector(model, direction_D, "direction")
     norm = float(np.linalg.norm(direction_D))
     if norm == 0:
         raise UserError("a direction of zero length cannot be projected out")
@@ -48,6 +50,7 @@ def project_out(model: PreTrainedModel, direction_D: np.ndarray) -> Intervention
 
 def subtract(model: PreTrainedModel, mean_D: np.ndarray) -> Intervention:
     """Put zero in the place of the mean state: s^p - s-bar, at every step."""
+    _check_vector(model, mean_D, "mean state")
     shift_D = _tensor(model, mean_D)
     return replacing(model, "predicted", lambda state_BD: state_BD - shift_D.to(state_BD.dtype))
 
@@ -74,7 +77,9 @@ def clamp_decay(
 
     `log_decay_H`: values <= 0 for all heads (their means, as a rule), of which `heads` are used.
     """
-    _heads(model, heads)
+    count = _heads(model, heads)
+    if len(log_decay_H) != count or not (np.asarray(log_decay_H) <= 0).all():
+        raise UserError(f"log-decays {log_decay_H}: give {count} values of at most 0")
     chosen = list(heads)
     values = _tensor(model, log_decay_H)[chosen]
 
@@ -88,16 +93,35 @@ def clamp_decay(
 
 def read_off(model: PreTrainedModel) -> Intervention:
     """Nothing that is read reaches the state."""
+    _require_memory(model)
     return replacing(model, "predict.*.read", torch.zeros_like)
 
 
-def write_off(model: PreTrainedModel) -> Intervention:
-    """Write strength 0: the memory only decays."""
-    return replacing(model, "write.beta", torch.zeros_like)
+def write_off(model: PreTrainedModel, after_tokens: int = 0) -> Intervention:
+    """Write strength 0 after so many tokens: the memory only decays.
+
+    From the first token on, nothing is there to be read either.
+    """
+    _check_after(model, after_tokens)
+
+    def make_tap() -> Tap:
+        seen = 0
+
+        def tap(place: str, value: Tensor) -> Tensor:
+            nonlocal seen
+            if place != "write.beta":
+                return value
+            seen += 1
+            return value if seen <= after_tokens else torch.zeros_like(value)
+
+        return tap
+
+    return tapped(model, make_tap)
 
 
 def freeze_memory(model: PreTrainedModel, after_tokens: int) -> Intervention:
     """The memory stays as it was after so many tokens: no write, no decay."""
+    _check_after(model, after_tokens)
 
     def make_tap() -> Tap:
         seen, kept = 0, torch.empty(0)
@@ -116,11 +140,13 @@ def freeze_memory(model: PreTrainedModel, after_tokens: int) -> Intervention:
     return tapped(model, make_tap)
 
 
-def swap_memory(model: PreTrainedModel, after_tokens: int) -> Intervention:
-    """After so many tokens each row goes on with the memory of the row before it in the batch.
+def swap_memory(model: PreTrainedModel, after_tokens: int, memory_HKV: np.ndarray) -> Intervention:
+    """After so many tokens (at least 1) each row goes on with this memory in place of its own.
 
-    A batch of one row stays as it is.
+    `memory_after` gives the memory of a text.
     """
+    _check_after(model, after_tokens, least=1)
+    foreign_HKV = _tensor(model, memory_HKV)
 
     def make_tap() -> Tap:
         seen = 0
@@ -130,25 +156,45 @@ def swap_memory(model: PreTrainedModel, after_tokens: int) -> Intervention:
             if place != "memory":
                 return value
             seen += 1
-            return value.roll(1, 0) if seen == after_tokens else value
+            if seen != after_tokens:
+                return value
+            return foreign_HKV.to(value.dtype).expand_as(value)
 
         return tap
 
     return tapped(model, make_tap)
 
 
-def shuffle_keys(model: PreTrainedModel, seed: int = 0) -> Intervention:
-    """Permute the components of every key, each head by its own fixed permutation.
+@torch.inference_mode()
+def memory_after(model: PreTrainedModel, ids_T: np.ndarray) -> np.ndarray:
+    """The memory after a text that starts at the zero state, [H, K, V]."""
+    _require_memory(model)
+    ids_1T = torch.from_numpy(np.asarray(ids_T, dtype=np.int64))[None].to(model.device)
+    with evaluating(model):
+        state = require_gpn(model).model(ids_1T, use_cache=True).cache
+    return state.memory_BHKV[0].cpu().numpy()
 
-    Writes stay consistent with each other, but queries no longer meet the keys they were meant for.
+
+def shuffle_keys(model: PreTrainedModel, seed: int = 0) -> Intervention:
+    """Write every value under the key of a token drawn at random from those before it.
+
+    Keys and values are what they were, but a query no longer meets the value that belongs to the
+    key. The first token keeps its own key.
     """
-    config = require_gpn(model).config
-    random = np.random.default_rng(seed)
-    order = np.stack([random.permutation(config.head_k_dim) for _ in range(config.num_heads)])
-    order_HK = torch.from_numpy(order).to(model.device)
-    return replacing(
-        model, "write.key", lambda key_BHK: key_BHK.gather(-1, order_HK.expand_as(key_BHK))
-    )
+    _require_memory(model)
+
+    def make_tap() -> Tap:
+        random, keys = np.random.default_rng(seed), []
+
+        def tap(place: str, value: Tensor) -> Tensor:
+            if place != "write.key":
+                return value
+            keys.append(value)
+            return keys[random.integers(max(1, len(keys) - 1))]
+
+        return tap
+
+    return tapped(model, make_tap)
 
 
 def fix(model: PreTrainedModel, values: dict[str, np.ndarray]) -> Intervention:
@@ -158,29 +204,33 @@ def fix(model: PreTrainedModel, values: dict[str, np.ndarray]) -> Intervention:
     """
     tensors = {place: _tensor(model, value) for place, value in values.items()}
 
-    def tap(place: str, value: Tensor) -> Tensor:
-        for pattern, constant in tensors.items():
-            if fnmatchcase(place, pattern):
-                return constant.to(value.dtype).expand_as(value)
-        return value
+    def constant(pattern: str) -> Tap:
+        return lambda place, value: tensors[pattern].to(value.dtype).expand_as(value)
 
-    return tapped(model, lambda: tap)
+    return changing(model, {pattern: constant(pattern) for pattern in tensors})
 
 
 @contextmanager
 def reset_every(model: PreTrainedModel, tokens: int) -> Iterator[None]:
-    """State and memory become zero before every so many tokens of a call.
+    """State and memory become zero before every so many tokens of a call, and where the call says.
 
-    Raises `UserError` for fewer than 1 token.
+    Raises `UserError` for fewer than 1 token, and in calls that give documents by `position_ids` or
+    `cu_seqlens` instead of `resets`.
     """
     if tokens < 1:
         raise UserError(f"a reset every {tokens} tokens: it must be at least 1")
     base = require_gpn(model).model
 
     def add_resets(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        ids_BT = args[0] if args else kwargs["input_ids"]
-        resets_T = torch.arange(ids_BT.shape[1], device=ids_BT.device) % tokens == 0
-        return args, kwargs | {"resets": resets_T.expand(ids_BT.shape)}
+        if any(kwargs.get(name) is not None for name in ("position_ids", "cu_seqlens")):
+            raise UserError("reset_every goes with resets, not with position_ids or cu_seqlens")
+        given = args[0] if args else kwargs.get("input_ids")
+        given = kwargs["inputs_embeds"] if given is None else given
+        shape, device = given.shape[:2], given.device
+        resets_BT = (torch.arange(shape[1], device=device) % tokens == 0).expand(shape)
+        if kwargs.get("resets") is not None:
+            resets_BT = resets_BT | kwargs["resets"]
+        return args, kwargs | {"resets": resets_BT}
 
     handle = base.register_forward_pre_hook(add_resets, with_kwargs=True)
     try:
@@ -193,7 +243,25 @@ def _tensor(model: PreTrainedModel, values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.float64)).to(model.device)
 
 
+def _check_vector(model: PreTrainedModel, values_D: np.ndarray, what: str) -> None:
+    width = require_gpn(model).config.state_size
+    if np.shape(values_D) != (width,) or not np.isfinite(values_D).all():
+        raise UserError(f"the {what} has shape {np.shape(values_D)}: give {width} finite numbers")
+
+
+def _require_memory(model: PreTrainedModel) -> None:
+    if require_gpn(model).model.memory is None:
+        raise UserError("this gpn has no memory to change")
+
+
+def _check_after(model: PreTrainedModel, tokens: int, least: int = 0) -> None:
+    _require_memory(model)
+    if tokens < least:
+        raise UserError(f"after {tokens} tokens: it must be at least {least}")
+
+
 def _heads(model: PreTrainedModel, heads: Sequence[int]) -> int:
+    _require_memory(model)
     count = require_gpn(model).config.num_heads
     if bad := [h for h in heads if not 0 <= h < count]:
         raise UserError(f"head {bad[0]} is not there: the memory has {count} heads")

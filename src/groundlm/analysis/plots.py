@@ -121,11 +121,22 @@ def plot_ablation(rows: list[dict[str, Any]], ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_loss_by_context(bands: list[dict[str, Any]], ax: Axes | None = None) -> Axes:
-    """Loss against the tokens read since the zero state."""
-    ax = _prepared(ax, "tokens read since the state was zero", "nats per token")
-    ax.plot([b["to"] for b in bands], [b["nats"] for b in bands], "o-", color=INK, markersize=3)
+def plot_tokens_since(rows: list[dict[str, Any]], ax: Axes | None = None) -> Axes:
+    """What interventions that begin at some token cost, against the tokens read since then."""
+    ax = _prepared(ax, "tokens read since", "change in nats per token")
+    for row in rows:
+        bands = row["by_tokens_since"]
+        places = [(band["from"] + band["to"]) / 2 for band in bands]
+        label = row["name"].replace("_", " ")
+        (line,) = ax.plot(
+            places, [band["change_nats"] for band in bands], "o-", markersize=3, label=label
+        )
+        if all(band["interval"] for band in bands):
+            low, high = zip(*(band["interval"] for band in bands), strict=True)
+            ax.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    ax.axhline(0, color="grey", linewidth=0.7)
     ax.set_xscale("log", base=2)
+    ax.legend(frameon=False, fontsize="small")
     return _plain_ticks(ax, "x")
 
 

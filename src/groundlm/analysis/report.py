@@ -27,23 +27,57 @@ SECTIONS = {
     "step": ("gates", "budget"),
 }  # fmt: skip
 DPI = 130
+STATS_NAME, ABLATION_NAME, REPORT_NAME = "stats.json", "ablate.json", "report.html"
+MARKS = {STATS_NAME: "curves", ABLATION_NAME: "interventions"}
+"""A key by which each of our files is known."""
+PICTURES = ("sd", "correlations", "variance", "decoded", "how_soon", "cosine", "retention",
+            "ablation", "since_reset", "since_memory")  # fmt: skip
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder in which a file of our names is not ours, before any work.
+
+    Raises `UserError` naming the file.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file")
+    ours = [out / name for name in MARKS if (out / name).exists()]
+    for path in ours:
+        _read(path)
+    pictures = [out / f"{name}.png" for name in PICTURES]
+    for path in (out / REPORT_NAME, *pictures):
+        if path.exists() and (path.is_dir() or not ours):
+            raise UserError(f"{path} is not of an analysis: choose another --out")
 
 
 def write_report(out: Path) -> Path:
     """Draw the plots (PNG) and report.html into the folder that stats.json is in; returns its path.
 
-    An ablate.json of another model is left out.
-    Raises `UserError` if a file cannot be read or written.
+    An ablate.json of other weights, text or precision is left out, and the page says so; pictures
+    that are not drawn any more are removed. Raises `UserError` if a file cannot be read or written.
     """
-    stats = _read(out / "stats.json")
-    ablation = _read(out / "ablate.json") if (out / "ablate.json").is_file() else None
-    if ablation is not None and ablation["model"] != stats["model"]:
+    stats = _read(out / STATS_NAME)
+    ablation = _read(out / ABLATION_NAME) if (out / ABLATION_NAME).is_file() else None
+    if ablation is not None and (other := _differs(stats, ablation)):
+        stats["left_out"][ABLATION_NAME] = f"it is of another {other}: run ablate again"
         ablation = None
     pictures = {name: _png(ax) for name, ax in draw(stats, ablation)}
-    for name, png in pictures.items():
-        _write(out / f"{name}.png", png)
-    _write(out / "report.html", render(stats, ablation, pictures).encode())
-    return out / "report.html"
+    for name in PICTURES:
+        if name in pictures:
+            _write(out / f"{name}.png", pictures[name])
+        else:
+            (out / f"{name}.png").unlink(missing_ok=True)
+    _write(out / REPORT_NAME, render(stats, ablation, pictures).encode())
+    return out / REPORT_NAME
+
+
+def _differs(stats: dict[str, Any], ablation: dict[str, Any]) -> str | None:
+    """In what two results do not belong together."""
+    if stats["weights_sha256"] != ablation["weights_sha256"]:
+        return "model"
+    if stats["source"]["sha256"] != ablation["source"]["sha256"]:
+        return "text"
+    return None if stats["dtype"] == ablation["dtype"] else "precision"
 
 
 def draw(
@@ -55,7 +89,8 @@ def draw(
     yield "correlations", plots.plot_correlations(curves["correlations"])
     yield "variance", plots.plot_variance(curves["variance"])
     yield "decoded", plots.plot_decoded(curves["decoded"])
-    yield "how_soon", plots.plot_how_soon(curves["how_soon"])
+    if "how_soon" in curves:
+        yield "how_soon", plots.plot_how_soon(curves["how_soon"])
     if curves["cosine"]["lags"]:
         yield "cosine", plots.plot_cosine(curves["cosine"])
     if "retention" in curves:
@@ -63,7 +98,14 @@ def draw(
         yield "retention", plots.plot_retention(curves["retention"], horizons)
     if ablation is not None:
         yield "ablation", plots.plot_ablation(ablation["interventions"])
-        yield "loss_by_context", plots.plot_loss_by_context(ablation["loss_by_context"])
+        aged = [row for row in ablation["interventions"] if "by_tokens_since" in row]
+        resets = [row for row in aged if row["name"].startswith("reset")]
+        for name, rows in (
+            ("since_reset", resets),
+            ("since_memory", [row for row in aged if row not in resets]),
+        ):
+            if rows:
+                yield name, plots.plot_tokens_since(rows)
 
 
 def render(
@@ -73,7 +115,9 @@ def render(
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"show": show, "number": number, "values": in_words}
+    environment.filters |= {
+        "show": show, "number": number, "values": in_words, "interval": interval_text
+    }  # fmt: skip
     text = (resources.files("groundlm.analysis") / TEMPLATE).read_text("utf-8")
     surprisals = [t["surprisal_nats"] for t in (stats["example"] or {"tokens": []})["tokens"]]
     return environment.from_string(text).render(
@@ -102,6 +146,11 @@ def number(value: Any, signed: bool = False) -> str:
     return f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
 
 
+def interval_text(interval: list[float] | None, digits: int) -> str:
+    """`+0.1 to +0.2`; nothing where there is no interval."""
+    return "" if interval is None else " to ".join(f"{x:+.{digits}f}" for x in interval)
+
+
 def in_words(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each value of a figure; ids are left to the names of their tokens."""
     rows = []
@@ -126,9 +175,12 @@ def _png(ax: Axes) -> bytes:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from None
+    if not isinstance(found, dict) or not {MARKS[path.name], "weights_sha256"} <= found.keys():
+        raise UserError(f"{path} is not of this analysis: choose another --out")
+    return found
 
 
 def _write(path: Path, content: bytes) -> None:

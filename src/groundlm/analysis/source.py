@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from groundlm.data.integrity import file_sha256
 from groundlm.data.tokenizer import tokenizer_sha256
 from groundlm.data.windows import TokenSplit
 from groundlm.errors import UserError
@@ -21,11 +23,17 @@ from groundlm.evaluation.text import TextEncoder
 
 @dataclass(frozen=True)
 class Source:
-    """Tokens to read; `train_counts` [W] of the train split, None for a plain text."""
+    """Tokens to read."""
 
     stream: TokenStream
-    train_counts: np.ndarray | None
+    data: str | None
+    """Folder of the token files; None for a plain text."""
     named: dict[str, Any]
+    """Where the text is from, with the SHA-256 of its content."""
+
+    def train_counts(self) -> np.ndarray | None:
+        """Occurrences of each id in the train split, int64 [W]; None for a plain text."""
+        return None if self.data is None else TokenSplit.open(self.data, "train").unigram_counts()
 
 
 def open_source(
@@ -45,7 +53,10 @@ def open_source(
     if data is None:
         assert text is not None
         corpus = text_corpus(text, TextEncoder(tokenizer, rows))
-        return Source(corpus.stream, None, {"text": text})
+        ids = corpus.stream.read(0, corpus.stream.tokens)
+        return Source(
+            corpus.stream, None, {"text": text, "sha256": sha256(ids.tobytes()).hexdigest()}
+        )
     split = TokenSplit.open(data, "heldout")
     have, want = tokenizer_sha256(tokenizer), split.manifest.tokenizer.sha256
     if have != want:
@@ -57,8 +68,20 @@ def open_source(
         raise UserError(
             f"the token files have a vocabulary of {split.vocab_size:,}, the model of {rows:,}"
         )
-    counts = TokenSplit.open(data, "train").unigram_counts()
-    return Source(split, counts, {"data": data, "split": "heldout"})
+    named = {"data": data, "split": "heldout", "sha256": split.info.content_sha256()}
+    return Source(split, data, named)
+
+
+def weights_sha256(folder: str) -> str:
+    """One fingerprint of all weight files of a model folder."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    text = " ".join(f"{path.name} {file_sha256(path)}" for path in files)
+    return sha256(text.encode()).hexdigest()
+
+
+def dtype_name(model: PreTrainedModel) -> str:
+    """Dtype of the weights, as `--dtype` names it."""
+    return str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
 
 
 def default_out(out: str | None, model: str) -> Path:

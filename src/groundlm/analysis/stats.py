@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from groundlm.analysis import default_token, geometry, horizons
 from groundlm.analysis.collect import Collected
-from groundlm.analysis.figures import FIGURES
+from groundlm.analysis.figures import FIGURES, OTHER_STATE, STATE, STATES
+from groundlm.errors import UserError
 from groundlm.model.modeling import GPNForCausalLM
 
 DIGITS = 6
@@ -20,30 +21,40 @@ CURVE_POINTS = 256
 def state_statistics(
     model: PreTrainedModel,
     seen: Collected,
+    vocabulary: int,
     train_counts: np.ndarray | None = None,
     other: Collected | None = None,
 ) -> dict[str, Any]:
     """All figures of a model from one pass over a text.
 
     Args:
+        vocabulary: ids that the tokenizer has; rows of a padded vocabulary beyond are left out.
         train_counts: tokens of the training split by id, int [W].
         other: the same text read by a second model, for the row on the decoder's bias.
 
     Returns:
-        `figures` (name -> title, values, definition, paper), `left_out` (name -> reason), `curves`
-        (what the plots show). Numbers have six digits; none is NaN or infinite.
+        `state` (what the figures are about), `figures` (name -> title, values, definition, paper),
+        `left_out` (name -> reason), `curves` (what the plots show). Numbers have six digits; none
+        is NaN or infinite.
+
+    Raises:
+        UserError: states too large for a figure to be a number.
     """
     values, curves = _geometry(seen.states_NTD)
     left_out: dict[str, str] = {}
     mean_D = seen.states_NTD.mean((0, 1), dtype=np.float64)
-    values["mean_decoded"], curves["decoded"] = _decoded(model, mean_D, train_counts)
+    logits_W = default_token.decoded(model, mean_D)[:vocabulary]
+    values["mean_decoded"], curves["decoded"] = _decoded(logits_W, train_counts)
+    state = STATE if isinstance(model, GPNForCausalLM) else OTHER_STATE
     if isinstance(model, GPNForCausalLM):
-        values["mean_embedding"] = _mean_embedding(model, mean_D)
+        values["mean_embedding"] = _mean_embedding(model, mean_D, logits_W)
     else:
         left_out["mean_embedding"] = "only a GPN brings an embedding to its state in one step"
-    soon, curve_T = default_token.how_soon(seen.states_NTD)
-    values["how_soon"] = soon
-    curves["how_soon"] = _thinned(curve_T, "tokens", "cosine", logarithmic=True)
+    if len(seen.states_NTD) > 1:
+        values["how_soon"], curve_T = default_token.how_soon(seen.states_NTD)
+        curves["how_soon"] = _thinned(curve_T, "tokens", "cosine", logarithmic=True)
+    else:
+        left_out["how_soon"] = "a window is set against the mean of others, and there is one alone"
     if other is None:
         left_out["decoder_bias"] = "needs a second model: give it with --against"
     else:
@@ -55,6 +66,8 @@ def state_statistics(
         values["state_horizon"] = _at_lags(raw, "raw") | _at_lags(centred, "centred")
     else:
         left_out["state_horizon"] = "a window of one token has no lag"
+    if beyond := [str(k) for k in horizons.LAGS if k >= seen.states_NTD.shape[1]]:
+        left_out["lags"] = f"the windows are too short for {', '.join(beyond)}"
     _memory(seen, values, curves, left_out)
     for name, found, why in (
         ("gates", seen.openness_NT, "only a GPN has gates on its state"),
@@ -67,25 +80,28 @@ def state_statistics(
     figures = {
         name: {"title": figure.title, "values": values[name]}
         | ({"paper": figure.paper} if figure.paper else {})
-        | {"definition": figure.definition}
+        | {"definition": figure.definition.replace(STATE, state)}
         for name, figure in FIGURES.items()
         if name in values
     }
-    return rounded({"figures": figures, "left_out": left_out, "curves": curves})
+    results: dict[str, Any] = {"state": STATES[state], "figures": figures}
+    return rounded(results | {"left_out": left_out, "curves": curves})
 
 
-def rounded(value: Any) -> Any:
+def rounded(value: Any, name: str = "") -> Any:
     """The same with floats of six digits, so that results can be compared byte by byte.
 
-    Raises `ValueError` for a number that is not finite.
+    Raises `UserError` naming a number that is not finite by its keys.
     """
     if isinstance(value, dict):
-        return {key: rounded(x) for key, x in value.items()}
+        return {key: rounded(x, f"{name} {key}") for key, x in value.items()}
     if isinstance(value, list | tuple):
-        return [rounded(x) for x in value]
+        return [rounded(x, name) for x in value]
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{value} among the statistics")
+            raise UserError(
+                f"{name.strip() or 'a figure'} is {value}: the model's values are too large"
+            )
         return float(f"{value:.{DIGITS}g}")
     return value
 
@@ -116,9 +132,8 @@ def _geometry(states_NTD: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _decoded(
-    model: PreTrainedModel, mean_D: np.ndarray, train_counts: np.ndarray | None
+    logits_W: np.ndarray, train_counts: np.ndarray | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    logits_W = default_token.decoded(model, mean_D)
     ids, probabilities = default_token.top_tokens(logits_W)
     spearman = None
     if train_counts is not None:
@@ -126,10 +141,13 @@ def _decoded(
     return {"top_ids": ids, "spearman": spearman}, {"ids": ids, "probability": probabilities}
 
 
-def _mean_embedding(model: GPNForCausalLM, mean_D: np.ndarray) -> dict[str, Any]:
-    token_D = default_token.fused_mean_embedding(model)
-    ids, _ = default_token.top_tokens(default_token.decoded(model, token_D))
-    default_ids, _ = default_token.top_tokens(default_token.decoded(model, mean_D))
+def _mean_embedding(
+    model: GPNForCausalLM, mean_D: np.ndarray, mean_logits_W: np.ndarray
+) -> dict[str, Any]:
+    token_D = default_token.fused_mean_embedding(model, len(mean_logits_W))
+    logits_W = default_token.decoded(model, token_D)[: len(mean_logits_W)]
+    ids, _ = default_token.top_tokens(logits_W)
+    default_ids, _ = default_token.top_tokens(mean_logits_W)
     return {
         "shared_of_top": len(set(ids) & set(default_ids)),
         "cosine": default_token.cosine(token_D, mean_D),

@@ -65,14 +65,16 @@ def _chain(first: Tap, second: Tap) -> Tap:
 def listening(
     model: PreTrainedModel, pattern: str, listen: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
-    """Call `listen(place, value)` for every value at places that match; nothing changes."""
+    """Call `listen(place, value)` for every value at places that match; nothing changes.
 
-    def tap(place: str, value: Tensor) -> Tensor:
-        if fnmatchcase(place, pattern):
-            listen(place, value)
+    Raises `UserError` at the end if the model was called and no place matched.
+    """
+
+    def hear(place: str, value: Tensor) -> Tensor:
+        listen(place, value)
         return value
 
-    with tapped(model, lambda: tap):
+    with changing(model, {pattern: hear}):
         yield
 
 
@@ -80,10 +82,32 @@ def listening(
 def replacing(
     model: PreTrainedModel, pattern: str, change: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Replace every value at places that match by `change(value)`, of the same shape."""
+    """Replace every value at places that match by `change(value)`, of the same shape.
+
+    Raises `UserError` at the end if the model was called and no place matched.
+    """
+    with changing(model, {pattern: lambda place, value: change(value)}):
+        yield
+
+
+@contextmanager
+def changing(model: PreTrainedModel, changes: dict[str, Tap]) -> Iterator[None]:
+    """Replace values by `changes[pattern](place, value)`, by the first pattern that matches.
+
+    Raises `UserError` at the end if the model was called and a pattern matched no place.
+    """
+    unmatched, called = set(changes), False
 
     def tap(place: str, value: Tensor) -> Tensor:
-        return change(value) if fnmatchcase(place, pattern) else value
+        nonlocal called
+        called = True
+        for pattern, change in changes.items():
+            if fnmatchcase(place, pattern):
+                unmatched.discard(pattern)
+                return change(place, value)
+        return value
 
     with tapped(model, lambda: tap):
         yield
+    if called and unmatched:
+        raise UserError(f"no place of the model matches {min(unmatched)!r}")
