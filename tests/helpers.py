@@ -14,6 +14,8 @@ from groundlm import GPNConfig, GPNForCausalLM
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_NAMES = ["gpn", "gpn_m_1l", "gpn_m_1l_bias", "gpn_m_2l"]
+GPN = {"model_type": "gpn", "state_size": 20, "embedding_size": 12, "ffn_size": 24, "num_heads": 2,
+       "head_k_dim": 5, "head_v_dim": 7}  # fmt: skip
 LLAMA = {"model_type": "llama", "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 8, "tie_word_embeddings": True}  # fmt: skip
 

@@ -220,7 +220,8 @@ def _normalise(arguments: list[str], config_class: type, preset_folder: str | No
         flag = flag.replace("-", "_").replace("__", "--", 1) if len(flag) > 2 else flag
         if flag in lists and not equals:
             values = list(stream.until_flag())
-            is_list = len(values) == 1 and values[0].startswith("[")
+            is_list = len(values) == 1 and values[0].startswith("[") and values[0].endswith("]")
+            is_list = is_list and not Path(values[0]).exists()
             out.append(f"{flag}={values[0] if is_list else json.dumps(values)}")
         elif flag in booleans and not equals and stream.at_flag():
             out.append(f"{flag}=true")
@@ -278,9 +279,6 @@ def _fields(config_class: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _readable(message: str, config_class: type) -> str:
     """jsonargparse's message as one line, with the nearest known key for an unknown one."""
     known = [name for name, _ in _fields(config_class)]
-    for kind in get_type_hints(config_class).values():  # keys of a list's entries stand alone
-        known += [f.name for entry in get_args(kind) if dataclasses.is_dataclass(entry)
-                  for f in dataclasses.fields(entry)]  # fmt: skip
     if match := re.search(r"unrecognized arguments?: --([\w.]+)", message, re.IGNORECASE):
         return f"unknown option --{match[1]}{nearest(match[1], known)}"
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
@@ -289,7 +287,12 @@ def _readable(message: str, config_class: type) -> str:
     if match := re.search(
         r"(?:Key|Option) ['\"]?([\w.]+)['\"]? is not (?:expected|accepted)", message
     ):
+        for kind in get_type_hints(config_class).values():  # keys of a list's entries stand alone
+            known += [f.name for entry in get_args(kind) if dataclasses.is_dataclass(entry)
+                      for f in dataclasses.fields(entry)]  # fmt: skip
         return f"unknown key {match[1]}{nearest(match[1], known)}"
+    message = re.sub(r"Expected a typing\.Literal\[(.*?)\]\. Got value: ",
+                     r"expected one of \1, got ", message)  # fmt: skip
     message = re.sub(r"Problem with given class_path '[\w.]+': ", "", " ".join(message.split()))
     message = re.sub(r"Expected an? <class '(\w+)'>\. Got value: ", r"expected \1, got ", message)
     return re.sub(r"Parser key \"([\w.]+)\": ", r"\1: ", message)

@@ -34,6 +34,10 @@ def build_config(sizes: dict[str, Any]) -> Any:
     for name in sizes:
         if f"model.{name}" not in known:
             raise UserError(f"unknown key model.{name}{nearest(f'model.{name}', known)}")
+    if kind == "rwkv":
+        sizes |= {
+            "rescale_every": 0
+        }  # else transformers halves weights in place while it evaluates
     try:
         return AutoConfig.for_model(kind, **sizes)
     except UserError:

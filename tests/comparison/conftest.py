@@ -6,10 +6,7 @@ import pytest
 
 from groundlm.comparison.config import CompareConfig, ModelConfig
 from groundlm.training.config import DataConfig, OptimizerConfig, TrainingConfig
-from helpers import LLAMA
-
-GPN = {"model_type": "gpn", "state_size": 20, "embedding_size": 12, "ffn_size": 24, "num_heads": 2,
-       "head_k_dim": 5, "head_v_dim": 7}  # fmt: skip
+from helpers import GPN, LLAMA
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from groundlm.evaluation.command import EvalConfig, evaluate
 from groundlm.model.loading import load_model
 from groundlm.training import checkpoint as ckpt
 from groundlm.training.loop import run_train
-from helpers import LLAMA, ONE_THREAD, last_tensors, metrics
+from helpers import GPN, LLAMA, ONE_THREAD, last_tensors, metrics
 
 FILES = {"config.yaml", "loss_by_position.json", "loss_by_position.png", "loss_curves.json",
          "loss_curves.png", "results.json", "runs", "table.md"}  # fmt: skip
@@ -145,7 +145,7 @@ def test_table_is_never_poorer_than_before(compare_config, monkeypatch):
         "finished",
         "finished",
     ] * 2
-    assert "bias with seed 1 failed: no disk." in (Path(config.out) / "table.md").read_text()
+    assert "bias with seed 1: no disk." in (Path(config.out) / "table.md").read_text()
 
 
 def test_stopped_anywhere_it_goes_on_to_the_same_numbers(compare_config, tmp_path, monkeypatch):
@@ -182,7 +182,7 @@ def test_changed_settings_are_refused_before_any_training(compare_config, monkey
         run_compare(compare_config(seeds=[1, 2], training=changed))
 
 
-def test_sweep_takes_the_best_rate_by_heldout_loss(compare_config):
+def test_sweep_takes_the_best_rate(compare_config):
     rates = [1e-6, 1e-2, 1e-5]
     config = compare_config(seeds=[1], sweep=SweepConfig(rates, steps=6))
     own = [replace(config.models[0], learning_rate=3e-3), config.models[1]]
@@ -196,11 +196,99 @@ def test_sweep_takes_the_best_rate_by_heldout_loss(compare_config):
     assert min(tried, key=tried.get) == 1e-2
     assert deep["sweep"]["at_edge"]
     runs = sorted(p.name for p in (Path(config.out) / "sweep").iterdir())
-    assert runs == ["deep-lr0.01", "deep-lr1e-05", "deep-lr1e-06", "deep.json"]
-    assert metrics(Path(config.out) / "sweep" / "deep-lr0.01")[-1]["step"] == 6
+    assert [run.rpartition("-")[0] for run in runs[:3]] == [
+        "deep-lr0.01",
+        "deep-lr1e-05",
+        "deep-lr1e-06",
+    ]
+    assert runs[3:] == ["deep.json"]
+    assert metrics(Path(config.out) / "sweep" / runs[0])[-1]["step"] == 6
     assert run_compare(config) == 0
     assert results_of(config)["table"][1] == deep
     assert "the best lies at the edge" in (Path(config.out) / "table.md").read_text()
+
+
+def test_rate_that_leaves_no_numbers_is_out(compare_config):
+    """Fewer skipped steps than end a run: weights are finite, what they predict is not."""
+    for rates in ([1e30, 1e-3], [1e-3, 1e30]):
+        out = f"{compare_config().out}-{rates[0]:g}"
+        config = compare_config(seeds=[1], sweep=SweepConfig(rates, steps=6), out=out)
+        assert run_compare(config) == 0
+        row = results_of(config)["table"][0]
+        assert row["learning_rate"] == 1e-3
+        assert [t["unread_nats_per_token"] for t in row["sweep"]["tried"]][1] is None
+
+
+def test_rate_that_differs_from_a_finished_run_ends_nothing_but_that(compare_config):
+    config = compare_config(seeds=[1], sweep=SweepConfig([1e-4], steps=6))
+    config = replace(
+        config, models=[config.models[0], replace(config.models[1], learning_rate=1e-3)]
+    )
+    run_compare(config)
+    more = replace(config, sweep=SweepConfig([1e-4, 1e-2], steps=6), seeds=[1, 2])
+    assert run_compare(more) == 3
+    runs = results_of(more)["runs"]
+    assert "trained with optimizer.learning_rate = 0.0001, not 0.01" in runs[0]["fault"]
+    assert "choose another --out" in runs[0]["fault"]
+    assert [run["status"] for run in runs] == ["failed", "finished", "finished", "finished"]
+
+
+def test_other_settings_of_a_later_run_are_refused_before_any_training(compare_config, monkeypatch):
+    config = compare_config(seeds=[1])
+    run_compare(config)
+    no_training(monkeypatch)
+    changed = replace(config, models=[
+        ModelConfig("new", model=GPN), config.models[0],
+        replace(config.models[1], optimizer={"beta1": 0.8}),
+    ])  # fmt: skip
+    with pytest.raises(UserError, match=r"beta1 = 0.9, not 0.8: compare it unchanged or choose"):
+        run_compare(changed)
+
+
+def test_short_runs_may_be_deleted_and_share_a_folder_with_others(
+    compare_config, tmp_path, monkeypatch
+):
+    sweep = SweepConfig([1e-3, 1e-2], steps=6, out=str(tmp_path / "rates"))
+    config = compare_config(seeds=[1], sweep=sweep)
+    run_compare(config)
+    other = replace(config, seeds=[2], out=str(tmp_path / "other"))
+    assert run_compare(other) == 0  # short runs of another seed lie beside
+    assert len(list((tmp_path / "rates").glob("deep-lr*"))) == 4
+    for folder in (tmp_path / "rates").glob("*-lr*"):
+        shutil.rmtree(folder)
+    no_training(monkeypatch)
+    for again in (config, other):
+        table = results_of(again)["table"]
+        assert run_compare(again) == 0
+        assert results_of(again)["table"] == table
+    (tmp_path / "rates" / "deep.json").write_text('{"mine": 1}')
+    assert run_compare(config) == 3
+    assert "deep.json does not hold what a sweep gave" in results_of(config)["runs"][1]["fault"]
+    assert (tmp_path / "rates" / "deep.json").read_text() == '{"mine": 1}'
+
+
+def test_scored_run_is_not_trained_again_for_want_of_its_last_checkpoint(
+    compare_config, monkeypatch
+):
+    config = compare_config(seeds=[1])
+    config = replace(config, training=replace(config.training, keep_checkpoints=2))
+    run_compare(config)
+    before = results_of(config)["table"]
+    for run in (Path(config.out) / "runs").iterdir():
+        shutil.rmtree(run / "checkpoints" / "step-000004")
+        assert (run / "checkpoints" / "step-000002").is_dir()
+    no_training(monkeypatch)
+    assert run_compare(config) == 0
+    assert results_of(config)["table"] == before
+
+
+def test_run_without_its_metrics_has_no_curve(compare_config):
+    config = compare_config(seeds=[1])
+    run_compare(config)
+    (Path(config.out) / "runs" / "deep-seed1" / "metrics.jsonl").unlink()
+    assert run_compare(config) == 0
+    curves = json.loads((Path(config.out) / "loss_curves.json").read_text())["runs"]
+    assert [curve["model"] for curve in curves] == ["grounded"]
 
 
 def no_training(monkeypatch):
@@ -291,7 +379,9 @@ def test_rates_are_chosen_on_training_windows_that_short_runs_do_not_read(compar
     last = windows.num_windows // 4
     chosen = [windows.window_at(i) for i in range(4 * (last - 3), 4 * last)]
     assert not read & set(chosen)
-    model = load_model(ckpt.newest_whole(Path(config.out) / "sweep" / "grounded-lr0.01", print))
+    assert row["sweep"]["windows"] == 12  # whole batches
+    (short,) = (Path(config.out) / "sweep").glob("grounded-lr0.01-*")
+    model = load_model(ckpt.newest_whole(short, print))
     each = [score(model, split.read(16 * w, 17), 16)[0] / 16 for w in chosen]
     assert nats == pytest.approx(sum(each) / len(each), rel=1e-5)
     config = replace(config, sweep=replace(config.sweep, steps=last - 2))
@@ -312,15 +402,18 @@ def test_damaged_checkpoint_ends_nothing_but_its_run(compare_config):
     assert deep["status"] == "finished"
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     "content", ["[]", "{}", "{", '{"trained": []}', '{"trained": {"step": 4}}']
 )
-def test_damaged_scores_are_made_anew(content, compare_config):
+def test_damaged_scores_are_made_anew(content, whole, compare_config):
     config = compare_config(seeds=[1])
     run_compare(config)
     before = results_of(config)["runs"]
     path = scores_path(Path(before[0]["run"]))
     path.write_text(content)
+    if not whole:  # no checkpoint either: the run is made anew, too
+        shutil.rmtree(Path(before[0]["run"]) / "checkpoints")
     assert run_compare(config) == 0
     after = results_of(config)["runs"]
     for old, new in zip(before, after, strict=True):
@@ -353,7 +446,6 @@ def test_parts_of_the_scores_are_made_anew_each_when_its_own_cause_changes(
     made.clear()
     run = Path(config.out) / "runs" / "deep-seed1"
     perplexity = results_of(config)["runs"][1]["perplexity"]
-    other = Path(config.out) / "runs" / "other"
     shutil.move(run / "eval", tmp_path / "eval")
     shutil.rmtree(run)
     split = TokenSplit.open(config.data.path, "train")
@@ -364,7 +456,6 @@ def test_parts_of_the_scores_are_made_anew_each_when_its_own_cause_changes(
     assert run_compare(config) == 0
     assert made == ["heldout", "lambada"]
     assert results_of(config)["runs"][1]["perplexity"] == perplexity
-    assert not other.exists()
 
 
 def test_scored_runs_need_no_checkpoints(compare_config, tmp_path, monkeypatch):
@@ -381,7 +472,10 @@ def test_scored_runs_need_no_checkpoints(compare_config, tmp_path, monkeypatch):
     passages = tmp_path / "lambada.jsonl"
     passages.write_text('{"text": "the state memory reads"}\n')
     assert run_compare(replace(config, lambada=str(passages))) == 3
-    assert "its checkpoint is gone" in results_of(config)["runs"][0]["fault"]
+    run = results_of(config)["runs"][0]
+    assert "its checkpoint is gone" in run["fault"]
+    assert run["perplexity"] == before["runs"][0]["perplexity"]  # what is known stays in the table
+    assert "its checkpoint is gone" in (Path(config.out) / "table.md").read_text()
     changed = replace(config, optimizer=replace(config.optimizer, warmup_steps=1))
     with pytest.raises(UserError, match="warmup_steps = 2, not 1"):
         run_compare(changed)
@@ -399,6 +493,7 @@ def test_scores_that_are_no_numbers_end_nothing_but_their_run(compare_config, mo
     monkeypatch.setitem(scoring._SCORERS, "heldout", broken)
     assert run_compare(config) == 3
     grounded, deep = results_of(config)["runs"]
+    assert deep["fault"] is None
     assert "grounded-seed1 cannot be scored" in grounded["fault"]
     assert "not finite" in grounded["fault"]
     assert deep["status"] == "finished"
@@ -544,13 +639,21 @@ def own(**values):
         ({"sweep": SweepConfig([1e-3], extend=1)}, "sweep.extend needs two"),
         ({"models": [own(training={"steps": 3})]}, "deep: training.steps is not a model's own"),
         ({"models": [own(training={"carry_stat": 1})]}, "did you mean training.carry_state?"),
-        ({"models": [own(training={"carry_state": "x"})]}, "deep: "),
+        ({"models": [own(training={"carry_state": "x"})]}, "deep: training.carry_state: "),
+        ({"models": [own(optimizer={"name": "mun"})]}, "expected one of 'adamw', 'muon', got mun"),
+        (
+            {"models": [own(model={"model_type": "mamba2"}, optimizer={"name": "muon"})]},
+            "holds several matrices in one tensor",
+        ),
         ({"models": [own(training={"carry_state": True})]}, "a model of type llama has no state"),
         ({"models": [own(optimizer={"learning_rate": 1.0})]}, "set its learning_rate"),
         ({"models": [own(learning_rate_of="x")]}, "deep: learning_rate_of 'x' is no model"),
         ({"models": [own(learning_rate_of="deep")]}, "deep: learning_rate_of deep, which has"),
         ({"models": [own(learning_rate_of="deep", learning_rate=1.0)]}, "deep has both"),
-        ({"models": [own(model=LLAMA | {"max_position_embeddings": 8})]}, "at most 8"),
+        (
+            {"models": [own(model=LLAMA | {"max_position_embeddings": 8})]},
+            "deep: data.window_tokens is 16: the model reads at most 8",
+        ),
     ],
 )
 def test_bad_settings_are_refused(change, message, compare_config):

@@ -11,7 +11,8 @@ from groundlm.comparison.table import markdown
 
 
 def run(model, seed, perplexity, status="finished"):
-    return {"model": model, "seed": seed, "status": status, "perplexity": perplexity}
+    figures = {"perplexity": perplexity, "fault": None}
+    return {"model": model, "seed": seed, "status": status} | figures
 
 
 def model(name):
@@ -83,4 +84,4 @@ def test_table_shows_what_is_missing_and_what_failed():
     assert rows[1].startswith("| a | 1 | 30 | 10 | 20 | 0.001 | 1 | 20.00 | - |")
     assert rows[2].startswith("| r | 1 | 30 | 10 | 20 | 0.001 | 0 | - | - |")
     assert len({row.count("|") for row in rows}) == 1
-    assert "r with seed 1 failed: disk full." in "\n".join(lines)
+    assert "r with seed 1: disk full." in "\n".join(lines)

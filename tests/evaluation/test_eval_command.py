@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -225,6 +226,19 @@ def test_window_of_the_training_is_the_default(run_eval, checkpoint, tmp_path):
     (checkpoint / "training" / "progress.json").write_text(json.dumps(progress))
     (tmp_path / "a.txt").write_text("the state")
     assert run_eval("--text", tmp_path / "a.txt")["window_tokens"] == 24
+
+
+def test_averaged_weights_are_read_as_their_checkpoint(run_eval, checkpoint, tmp_path, token_data):
+    training = checkpoint / "training"
+    training.mkdir()
+    settings = {"data.window_tokens": 16, "data.reset_at_documents": True}
+    (training / "progress.json").write_text(json.dumps({"settings": settings}))
+    ema = checkpoint / "ema"
+    shutil.copytree(checkpoint, ema, ignore=shutil.ignore_patterns("training", "ema"))
+    found = [run_eval("--model", folder, "--data", token_data) for folder in (checkpoint, ema)]
+    for name in ("window_tokens", "state", "nats_per_token"):
+        assert found[0][name] == found[1][name]
+    assert found[1]["state"].startswith("reset at windows and at documents")
 
 
 def test_a_split_is_never_read_whole(run_eval, token_data, monkeypatch):

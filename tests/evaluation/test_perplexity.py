@@ -10,8 +10,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
     PreTrainedModel,
@@ -31,6 +29,7 @@ from groundlm.evaluation.perplexity import (
 )
 from groundlm.evaluation.reading import Reading, TokenList, walk
 from groundlm.evaluation.scoring import check_scorable, is_recurrent
+from groundlm.models import build_model
 
 WINDOW = 7
 
@@ -218,12 +217,42 @@ def test_a_model_that_changes_its_logits_is_refused(tiny_llama, model):
         check_scorable(tiny_llama)
 
 
-def test_granite_whose_logits_are_scaled_is_refused():
-    config = GraniteConfig(vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-                           num_attention_heads=2, logits_scaling=4.0,
-                           initializer_range=0.3)  # fmt: skip
-    with pytest.raises(UserError, match="granite change their logits"):
-        check_scorable(GraniteForCausalLM(config))
+SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+         "num_attention_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"model_type": "granite", "logits_scaling": 4.0},
+        {"model_type": "gemma2", "num_key_value_heads": 1, "head_dim": 8},  # caps at 30
+        {"model_type": "cohere", "logit_scale": 0.0625},
+    ],
+)
+def test_logits_changed_after_the_head_are_refused_at_initial_weights(sizes):
+    with pytest.raises(UserError, match="change their logits after the head"):
+        check_scorable(build_model(SIZES | sizes, 0))
+
+
+HEADS = {"num_attention_heads": 2}
+USUAL = {
+    "llama": HEADS,
+    "qwen2": HEADS | {"num_key_value_heads": 2},
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 4},  # less than is checked
+    "gpt_neox": HEADS,
+    "mamba": {},
+    "opt": HEADS | {"word_embed_proj_dim": 16},
+    "rwkv": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", USUAL)
+def test_models_that_people_use_can_be_scored(kind, dtype):
+    sizes = {"model_type": kind, "vocab_size": 60}
+    if kind != "gpt2":
+        sizes |= {"hidden_size": 16, "num_hidden_layers": 1}
+    check_scorable(build_model(sizes | USUAL[kind], 0).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

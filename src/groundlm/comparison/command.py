@@ -20,7 +20,13 @@ from groundlm.comparison.results import summarise
 from groundlm.comparison.scoring import Exam, score_run
 from groundlm.comparison.sweep import check_room, settle_rate
 from groundlm.comparison.table import markdown
-from groundlm.comparison.training import Interrupted, NotFinished, finished, train
+from groundlm.comparison.training import (
+    Interrupted,
+    NotFinished,
+    known,
+    refuse_other_settings,
+    train,
+)
 from groundlm.data.manifest import MANIFEST_NAME, Manifest
 from groundlm.data.prepare import PrepareConfig, prepare
 from groundlm.data.request import source
@@ -60,7 +66,7 @@ def run_compare(config: CompareConfig) -> int:
         say("stopped by a signal; the same command goes on")
         return 128 + stopped
     print(Path(config.out, "table.md").read_text("utf-8"))
-    failed = [run for run in comparison.records if run["status"] == "failed"]
+    failed = [run for run in comparison.records if run["fault"] is not None]
     summary = {"out": config.out, "failed": len(failed), "table": comparison.rows()}
     print(json.dumps(summary, allow_nan=False))
     return RunFault.exit_code if failed else 0
@@ -110,7 +116,7 @@ class Comparison:
         self.exam = Exam.of(config, passages)
         self.rates: dict[str, dict[str, Any]] = {}
         self.records = [
-            {"model": model.name, "seed": seed, "status": "missing"}
+            {"model": model.name, "seed": seed, "status": "missing", "fault": None}
             for model, seed in in_order(config, self.models)
         ]
         self.curves: list[dict[str, Any]] = []
@@ -124,37 +130,50 @@ class Comparison:
         config = yaml.safe_dump(self.config.as_dict(), sort_keys=False)
         write_text(self.out / CONFIG_NAME, MARK + config)
         entries = list(zip(self.records, in_order(self.config, self.models), strict=True))
+        for _, (model, seed) in entries:
+            run = make_run(self.config, model, seed, self.config.optimizer.learning_rate)
+            refuse_other_settings(run, self.split)
         for entry, (model, seed) in entries:
-            with suppress(NotFinished, RunFault):  # what failed is tried again and told of below
-                entry |= self._one(model, seed, self._look_up)
-        if self.curves:
+            with suppress(NotFinished):
+                self._fill(entry, model, seed, self._look_up)
+        if self.positions:
             self.write()
         for entry, (model, seed) in entries:
-            if entry["status"] == "finished":
+            if entry["status"] != "missing":
                 continue
             try:
-                entry |= self._one(model, seed, self._train)
+                self._fill(entry, model, seed, self._train)
             except Interrupted as stop:
                 return stop.number
-            except RunFault as fault:
-                entry |= {"status": "failed", "fault": str(fault)}
-                say(f"{model.name} with seed {seed} failed: {fault}")
             self.write()
         return 0
+
+    def _fill(
+        self, entry: dict[str, Any], model: Model, seed: int, train: Callable[[Run], Figures]
+    ) -> None:
+        """Put a run's record, or why there is none, into its entry."""
+        try:
+            entry |= self._one(model, seed, train)
+        except RunFault as fault:
+            entry |= {"status": "failed", "fault": str(fault)}
+        if entry["fault"] is not None:
+            say(f"{model.name} with seed {seed}: {entry['fault']}")
 
     def _one(self, model: Model, seed: int, train: Callable[[Run], Figures]) -> dict[str, Any]:
         """One run to its end and its scores, as a record of results.json."""
         rate = self._rate(model, train)
         run = make_run(self.config, model, seed, rate["learning_rate"])
         trained = train(run)
-        scores = score_run(run, trained, self.exam)
+        scores, fault = score_run(run, trained, self.exam)
         named = {"model": model.name, "seed": seed}
-        self.curves.append(named | plots.loss_curve(run.folder))
+        with suppress(UserError):  # a run without its metrics has no curve
+            self.curves.append(named | plots.loss_curve(run.folder))
         self.positions.append(named | {"nats": scores["heldout"]["loss_by_position"]})
         return {
             **model.described(),
             "seed": seed,
             "status": "finished",
+            "fault": fault,
             "learning_rate": rate["learning_rate"],
             "run": str(run.folder),
             "checkpoint": trained["checkpoint"],
@@ -183,10 +202,10 @@ class Comparison:
         return self.rates[model.name]
 
     def _look_up(self, run: Run) -> Figures:
-        figures = finished(run, self.split)
-        if figures is None:
+        trained = known(run, self.split)
+        if trained is None:
             raise NotFinished(run.name)
-        return figures
+        return trained
 
     def _train(self, run: Run) -> Figures:
         done = sum(entry["status"] == "finished" for entry in self.records)
@@ -207,6 +226,7 @@ class Comparison:
         if self.curves:
             record.write_json(self.out / "loss_curves.json", {"runs": self.curves})
             plots.save(plots.draw_loss_curves(self.curves), self.out / "loss_curves.png")
+        if self.positions:
             window = self.config.data.window_tokens
             positions = {"window_tokens": window, "runs": self.positions}
             record.write_json(self.out / "loss_by_position.json", positions)

@@ -47,7 +47,7 @@ class SweepConfig:
     steps: int = 200
     """Optimizer steps of each short run, its schedule as long."""
     windows: int = 64
-    """Windows of the training split, unread in the short run, whose loss decides."""
+    """Windows of the training split, unread in the short run, whose loss decides; whole batches."""
     extend: int = 0
     """While the best rate lies at the edge, try up to so many further ones, each beyond it by the
     ratio of the two outermost."""

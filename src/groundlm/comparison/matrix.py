@@ -15,6 +15,7 @@ from groundlm.errors import UserError
 from groundlm.evaluation.reading import Reading
 from groundlm.models import build_config, build_skeleton, count_parameters
 from groundlm.training.config import TrainConfig
+from groundlm.training.optim import refuse_fused
 
 LAYERS = "num_hidden_layers"
 SHARED = {
@@ -98,10 +99,14 @@ def settle_models(config: CompareConfig, vocab_size: int | None) -> list[Model]:
                     sizes = match_parameters(sizes, target, free, config.tolerance)
             model = Model(entry, sizes, count_parameters(sizes), _own_options(entry))
             make_run(config, model, config.seeds[0], config.optimizer.learning_rate).train.check()
-            reading(config).check(build_skeleton(sizes))
+            skeleton = build_skeleton(sizes)
+            reading(config).check(skeleton)
+            if model.options["optimizer"].get("name", config.optimizer.name) == "muon":
+                refuse_fused(dict(skeleton.named_parameters()))
             models.append(model)
         except UserError as error:
-            raise UserError(f"{entry.name}: {error}") from None
+            text = str(error).replace("--window-tokens", "data.window_tokens")
+            raise UserError(f"{entry.name}: {text}") from None
     return models
 
 

@@ -28,6 +28,9 @@ from groundlm.models import resolve_device, versions
 
 PARTS = ("heldout", "lambada")
 ITEMS_NAME = "compare.lambada.jsonl"
+TRAINED = {"step", "tokens", "seconds", "tokens_per_s", "skipped_steps", "settings", "environment",
+           "commit", "checkpoint", "checkpoint_sha256"}  # fmt: skip
+"""What is kept of a training."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def read_scores(run: Path) -> dict[str, Any]:
     try:
         found = json.loads(scores_path(run).read_text("utf-8"))
         kept = {"trained": found["trained"]}
-        if not kept["trained"].keys() >= {"settings", "step", "checkpoint_sha256"}:
+        if not kept["trained"].keys() >= TRAINED:
             return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
@@ -93,34 +96,40 @@ def read_scores(run: Path) -> dict[str, Any]:
     return kept
 
 
-def score_run(run: Run, trained: dict[str, Any], exam: Exam) -> dict[str, dict[str, Any]]:
-    """Scores of a run by part: `heldout`, and `lambada` if it was asked for.
+def score_run(
+    run: Run, trained: dict[str, Any], exam: Exam
+) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Scores of a run by part, and what kept it from having all of them, or None.
 
-    Each has flat `figures`, `loss_by_position` (None for LAMBADA), and what computed them:
-    `seconds`, `commit`, `versions`. Held-out text is read in disjoint windows from the zero state,
-    as the paper does. `trained` is kept with them, so that a scored run needs no checkpoint.
+    Parts are `heldout`, and `lambada` if it was asked for. Each has flat `figures`,
+    `loss_by_position` (None for LAMBADA), and what computed them: `seconds`, `commit`, `versions`.
+    Held-out text is read in disjoint windows from the zero state, as the paper does. `trained` is
+    kept with them, so that a scored run needs no checkpoint.
 
-    Raises `RunFault` if the model cannot be scored.
+    Raises `RunFault` if there is no score of the held-out text.
     """
     path, wanted = scores_path(run.folder), exam.parts()
     kept = read_scores(run.folder)
     if kept.get("trained", {}).get("checkpoint_sha256") != trained["checkpoint_sha256"]:
         kept = {}
-    if not path.with_name(ITEMS_NAME).is_file():
+    if trained["checkpoint"] is not None and not path.with_name(ITEMS_NAME).is_file():
         kept.pop("lambada", None)
     missing = [part for part in wanted if kept.get(part, {}).get("of") != wanted[part]]
+    fault = None
     if missing:
         record.make_folder_of(path)
         try:
             model = _load(trained, exam)
             for part in missing:
-                kept[part] = {"of": wanted[part]} | _made(
-                    _SCORERS[part], model, trained, exam, path
-                )
+                scores = _made(_SCORERS[part], model, trained, exam, path)
+                kept[part] = {"of": wanted[part]} | scores
+                record.write_json(path, kept | {"trained": trained})
         except UserError as error:
-            raise RunFault(f"{run.name} cannot be scored: {error}") from None
-        record.write_json(path, kept | {"trained": trained})
-    return {part: kept[part] for part in wanted}
+            fault = f"{run.name} cannot be scored: {error}"
+    found = {p: kept[p] for p in wanted if kept.get(p, {}).get("of") == wanted[p]}
+    if "heldout" not in found:
+        raise RunFault(fault or f"{run.name} has no scores")
+    return found, fault
 
 
 def _load(trained: dict[str, Any], exam: Exam) -> PreTrainedModel:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from groundlm.training.plot import read_metrics
 from groundlm.training.settings import REGROUPED
 
 Outcomes = dict[str, float | None]
+OUTCOMES = "nats_per_token_by_settings"
 
 
 def settle_rate(
@@ -63,7 +66,7 @@ def settle_rate(
         "source": "sweep",
         "sweep": {
             "steps": config.sweep.steps,
-            "windows": config.sweep.windows,
+            "windows": _unread_batches(config) * config.training.batch_size,
             "seed": config.seeds[0],
             "tried": [
                 {"learning_rate": rate, "unread_nats_per_token": nats}
@@ -80,7 +83,7 @@ def check_room(config: CompareConfig, split: TokenSplit) -> None:
         return
     batch, window = config.training.batch_size, config.data.window_tokens
     batches = (split.tokens - 1) // window // batch
-    wanted = -(-config.sweep.windows // batch)
+    wanted = _unread_batches(config)
     if config.sweep.steps + wanted > batches:
         raise UserError(
             f"sweep.steps is {config.sweep.steps}: with {wanted} more batches, unread, to decide "
@@ -115,24 +118,32 @@ def _outcome(
 ) -> float | None:
     """Nats per token on unread windows after a short run, None if it diverged; kept or made."""
     path = sweep_folder(config) / f"{run.model.name}.json"
-    kept, key = _read(path), _key(config, run, split)
-    if key not in kept:
-        try:
-            kept[key] = _unread_nats(config, run, train(run)["checkpoint"], split)
-        except RunFault:
-            if not _diverged(run):
-                raise
-            kept[key] = None
-        record.write_json(path, {"nats_per_token_by_settings": kept})
-    return kept[key]
-
-
-def _read(path: Path) -> Outcomes:
+    key = _key(config, run, split)
+    if (kept := _read(path)) is not None and key in kept:
+        return kept[key]
+    # Runs of other settings, of a comparison that shares the folder, lie beside.
+    folder = f"{run.folder}-{key.split()[1][:8]}"
+    run = replace(run, train=replace(run.train, training=replace(run.train.training, out=folder)))
+    nats: float | None = None
     try:
-        kept = json.loads(path.read_text("utf-8"))["nats_per_token_by_settings"]
-        return dict(kept)
+        nats = _unread_nats(config, run, train(run)["checkpoint"], split)
+    except RunFault:
+        if not _diverged(run):
+            raise
+    found = nats if nats is not None and math.isfinite(nats) else None
+    outcomes = (_read(path) or {}) | {key: found}  # read anew: another process may have written
+    record.write_json(path, {OUTCOMES: outcomes})
+    return found
+
+
+def _read(path: Path) -> Outcomes | None:
+    """The outcomes of a model, None if there are none yet."""
+    try:
+        return dict(json.loads(path.read_text("utf-8"))[OUTCOMES])
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        raise RunFault(f"{path} does not hold what a sweep gave: move it away") from None
 
 
 def _key(config: CompareConfig, run: Run, split: TokenSplit) -> str:
@@ -141,6 +152,11 @@ def _key(config: CompareConfig, run: Run, split: TokenSplit) -> str:
     text = json.dumps([settings, config.sweep.windows], sort_keys=True)
     rate = run.train.optimizer.learning_rate
     return f"{rate!r} {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _unread_batches(config: CompareConfig) -> int:
+    """Batches that decide: whole ones, `sweep.windows` windows at least."""
+    return -(-config.sweep.windows // config.training.batch_size)
 
 
 def _diverged(run: Run) -> bool:
@@ -162,7 +178,7 @@ def _unread_nats(config: CompareConfig, run: Run, checkpoint: str, split: TokenS
     model = load_model(checkpoint, "float32", resolve_device(t.device))
     total, count = 0.0, 0
     with evaluating(model):
-        for step in range(batches - -(-config.sweep.windows // t.batch_size), batches):
+        for step in range(batches - _unread_batches(config), batches):
             inputs_BT, targets_BT = (ids.to(model.device) for ids in windows.batch(step))
             resets_BT = inputs_BT == split.eos_token_id if data.reset_at_documents else None
             nats_BT = token_nats(model, inputs_BT, targets_BT, resets_BT)

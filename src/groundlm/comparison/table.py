@@ -77,8 +77,8 @@ def _notes(results: dict[str, Any]) -> list[str]:
             )
             notes.append(f"- {row['model']}: {options}.")
     for run in results["runs"]:
-        if run["status"] == "failed":
-            notes.append(f"- {run['model']} with seed {run['seed']} failed: {run['fault']}.")
+        if run["fault"] is not None:
+            notes.append(f"- {run['model']} with seed {run['seed']}: {run['fault']}.")
     commit = results["commit"] or "no git checkout"
     versions = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
     return [*notes, "", f"{versions}; {commit}."]

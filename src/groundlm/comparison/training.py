@@ -56,16 +56,49 @@ def finished(run: Run, split: TokenSplit) -> dict[str, Any] | None:
 
     Raises `UserError` if the folder's run was made with other settings.
     """
-    newest = ckpt.newest_whole(run.folder, _say) if run.folder.is_dir() else None
-    if newest is not None:
-        trained = _read_trained(newest)
-    elif kept := read_scores(run.folder):
-        trained = kept["trained"] | {"checkpoint": None}
-    else:
+    trained = _trained(run)
+    if trained is None:
         return None
-    # Ranks, device and backend change rounding alone: what is done may have been done elsewhere.
-    refuse_changes(run.folder, trained["settings"], settings_of(run, split), regroup=True)
+    _refuse_changes(run, trained, settings_of(run, split))
     return trained if trained["step"] >= run.train.training.steps else None
+
+
+def known(run: Run, split: TokenSplit) -> dict[str, Any] | None:
+    """`finished`, for a run that ends nothing but itself: `RunFault` where its rate is another."""
+    try:
+        return finished(run, split)
+    except UserError as error:
+        raise RunFault(str(error)) from None
+
+
+def refuse_other_settings(run: Run, split: TokenSplit) -> None:
+    """Raise `UserError` if the folder's run was made with other settings, the rate apart."""
+    trained = _trained(run)
+    if trained is not None:
+        rate = "optimizer.learning_rate"
+        settings = settings_of(run, split) | {rate: trained["settings"][rate]}
+        _refuse_changes(run, trained, settings)
+
+
+def _refuse_changes(run: Run, trained: dict[str, Any], settings: dict[str, Any]) -> None:
+    try:
+        # Ranks, device and backend change rounding alone; what is done may be done elsewhere.
+        refuse_changes(run.folder, trained["settings"], settings, regroup=True)
+    except UserError as error:
+        what = str(error).partition(": ")[0]
+        raise UserError(f"{what}: compare it unchanged or choose another --out") from None
+
+
+def _trained(run: Run) -> dict[str, Any] | None:
+    """What is known of a folder's run: of its newest checkpoint, or of a later one that was scored
+    and is gone."""
+    kept = read_scores(run.folder).get("trained")
+    newest = ckpt.newest_whole(run.folder, _say) if run.folder.is_dir() else None
+    if newest is None:
+        return None if kept is None else kept | {"checkpoint": None}
+    if kept is not None and kept["step"] > ckpt.step_of(newest):
+        return kept | {"checkpoint": None}
+    return _read_trained(newest)
 
 
 def _read_trained(checkpoint: Path) -> dict[str, Any]:
@@ -94,7 +127,7 @@ def train(run: Run, split: TokenSplit, launcher: list[str]) -> dict[str, Any]:
             killed.
         UserError: a launcher that cannot be started.
     """
-    if trained := finished(run, split):
+    if trained := known(run, split):
         return trained
     if launcher:
         _launch(run, launcher)
@@ -105,7 +138,7 @@ def train(run: Run, split: TokenSplit, launcher: list[str]) -> dict[str, Any]:
             raise RunFault(str(error)) from None
         if stopped:
             raise Interrupted(stopped)
-    trained = finished(run, split)
+    trained = known(run, split)
     if trained is None:
         raise RunFault(f"{run.folder} did not reach step {run.train.training.steps}")
     return trained

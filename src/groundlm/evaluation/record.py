@@ -42,10 +42,13 @@ def _git(folder: Path, *arguments: str) -> str:
 def trained_with(model_dir: str | Path, setting: str, kind: type[T]) -> T | None:
     """What a checkpoint was trained with, by its `section.field`.
 
-    None if nothing that we wrote says so, or what is said is of another kind.
+    Averaged weights (`<checkpoint>/ema`) are of their checkpoint. None if nothing that we wrote
+    says so, or what is said is of another kind.
     """
+    folder = Path(model_dir).resolve()
+    folder = folder.parent if folder.name == "ema" else folder
     try:
-        progress = json.loads((Path(model_dir) / "training" / "progress.json").read_text("utf-8"))
+        progress = json.loads((folder / "training" / "progress.json").read_text("utf-8"))
         value = progress["settings"][setting]
     except (OSError, ValueError, KeyError, TypeError):
         return None

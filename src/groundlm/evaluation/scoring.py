@@ -23,7 +23,7 @@ from groundlm.model.modeling import GPNForCausalLM
 
 SLICE_LOGITS = 1 << 22
 """Logits held at a time while scoring: 16 MiB in float32."""
-CHECKED_TOKENS = 8
+CHECKED_TOKENS, LARGE_LOGIT = 8, 100.0
 HEAD_TOLERANCE_NATS = 1e-2
 LOOKAHEAD_TOLERANCE, LOOKAHEAD_TOLERANCE_16_BIT = 1e-3, 0.1
 """How far a token behind may move what the head reads, as a part of its largest value: far more
@@ -43,7 +43,8 @@ def context_limit(model: PreTrainedModel) -> int | None:
     limit, and for one that names none."""
     if is_recurrent(model):
         return None
-    return getattr(model.config, "max_position_embeddings", None)
+    limits = (getattr(model.config, n, None) for n in ("max_position_embeddings", "max_seq_len"))
+    return next((limit for limit in limits if limit), None)
 
 
 def vocabulary_rows(model: PreTrainedModel) -> int:
@@ -132,6 +133,31 @@ def token_nats(
     return nats_N.view(targets_BT.shape)
 
 
+def _check_nothing_after_head(model: PreTrainedModel, inputs_1T: Tensor) -> None:
+    """Let the head give large values, such as trained models do, and see them come out."""
+    head = model.get_output_embeddings()
+    given: list[Tensor] = []
+    if head is model.get_input_embeddings():  # a GPN's head is its embedding, not called as a head
+        return
+
+    def answer(_: Any, __: Any, logits: Tensor) -> Tensor:
+        large_W = torch.linspace(-LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], dtype=torch.float64)
+        given.append(large_W.to(logits).expand_as(logits))
+        return given[-1]
+
+    hook = head.register_forward_hook(answer)
+    try:
+        with evaluating(model):
+            logits = model(input_ids=inputs_1T, use_cache=False).logits
+    finally:
+        hook.remove()
+    if given and not torch.equal(logits.to(given[-1]), given[-1]):
+        raise UserError(
+            f"models of type {model.config.model_type} change their logits after the head: they "
+            "cannot be scored here"
+        )
+
+
 @torch.inference_mode()
 def check_scorable(model: PreTrainedModel) -> None:
     """Raise `UserError` for a model that cannot be scored as it is done here.
@@ -140,7 +166,8 @@ def check_scorable(model: PreTrainedModel) -> None:
     where it scales or caps them.
     """
     kind, rows = model.config.model_type, vocabulary_rows(model)
-    ids_1T = torch.arange(CHECKED_TOKENS + 1, device=model.device)[None] % rows
+    tokens = max(2, min(CHECKED_TOKENS, context_limit(model) or CHECKED_TOKENS))
+    ids_1T = torch.arange(tokens + 1, device=model.device)[None] % rows
     inputs_1T, targets_1T = ids_1T[:, :-1], ids_1T[:, 1:]
     with evaluating(model):
         own = model(input_ids=inputs_1T, use_cache=False).logits[0].double()
@@ -154,6 +181,7 @@ def check_scorable(model: PreTrainedModel) -> None:
             f"models of type {kind} read a token in the light of those after it (what the head "
             f"reads moves by {float(moved):.1%}): they do not predict text and cannot be scored"
         )
+    _check_nothing_after_head(model, inputs_1T)
     own_nats_T = F.cross_entropy(own, targets_1T[0], reduction="none")
     apart = (nats_T - own_nats_T).abs().max()
     if bool(apart > HEAD_TOLERANCE_NATS * own_nats_T.abs().max().clamp_min(1)):

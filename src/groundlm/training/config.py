@@ -9,9 +9,6 @@ from typing import Any, Literal
 from groundlm.data.windows import SEEDS
 from groundlm.errors import UserError
 
-FUSED_PROJECTIONS = ("gated_delta_net", "qwen3_next", "mamba2", "mamba")
-"""Models whose input projections (keys, values, gates ..) are interleaved in one tensor."""
-
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -31,8 +28,8 @@ class OptimizerConfig:
     """Optimizer and schedule: a linear warm-up, then down from the peak."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`muon` takes the matrices (not the embedding) with Muon, all else with AdamW; not for models
-    that store several matrices as one (gated_delta_net, mamba2)."""
+    """`muon` takes the matrices (not the embeddings) with Muon, all else with AdamW; not for models
+    that store several matrices as one (gated_delta_net, mamba2, gpt2)."""
     schedule: Literal["cosine", "linear_to_zero"] = "cosine"
     """`cosine` falls to `final_fraction` of the peak, `linear_to_zero` on a line to zero."""
     learning_rate: float = 6e-4
@@ -165,11 +162,6 @@ architecture. `vocab_size` is taken from the data when left out."""
         for name, value in only_gpn.items():
             if value and kind != "gpn":
                 raise UserError(f"{name} is {value}: a model of type {kind} has no state to set")
-        if o.name == "muon" and kind in FUSED_PROJECTIONS:
-            raise UserError(
-                f"optimizer.name is muon: a {kind} stores several matrices in one tensor, which "
-                "Muon would take for one matrix"
-            )
 
     def fixed(self) -> dict[str, Any]:
         """Flat `section.field` -> value of all that decides the numbers of a run."""

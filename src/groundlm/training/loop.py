@@ -97,10 +97,10 @@ class Run:
             build_model(self.sizes, t.seed) if newest is None else load_model(newest, "float32")
         )
         self.model.to(self.device).train()
-        with ranks.together():
-            check_scorable(self.model)
         if isinstance(self.model, GPNForCausalLM):
             self.model.scan_backend = t.scan_backend
+        with ranks.together():
+            check_scorable(self.model)
         self.optimizers = Optimizers(self.model, config.optimizer)
         self.average = WeightAverage(self.model, t.ema_decay) if t.ema_decay else None
         self.gradient = BatchGradient(config, self.model, self.windows, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from groundlm.training.config import OptimizerConfig
 
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 MUON_STATE = ("momentum_buffer",)
+FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up_proj|(^|\.)in_proj", re.IGNORECASE)
+"""Names of projections (keys, values, gates ..) that transformers' models keep in one tensor."""
 
 
 class Optimizers:
@@ -23,19 +26,22 @@ class Optimizers:
     Tensors of two or more dimensions decay, norms, biases and decay rates do not; every trainable
     tensor is in exactly one group, a tied one once. Muon takes each logical matrix by itself: the
     two halves of a SwiGLU `up` matrix are two. Its update is scaled to AdamW's root mean square,
-    so that one learning rate serves both. The embedding is AdamW's.
+    so that one learning rate serves both. Embeddings are AdamW's.
+
+    Raises `UserError` for Muon on a model of which one tensor holds several matrices otherwise.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         self.config = config
         names = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         heads = model.get_output_embeddings()  # type: ignore[operator]
-        vocabulary = {id(embedding), *([id(heads.weight)] if heads is not None else [])}
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        tables |= set() if heads is None else {id(heads.weight)}
         muon = config.name == "muon"
         self.matrices = {
-            n: p for n, p in names.items() if muon and p.dim() == 2 and id(p) not in vocabulary
+            n: p for n, p in names.items() if muon and p.dim() == 2 and id(p) not in tables
         }
+        refuse_fused(self.matrices)
         others = {n: p for n, p in names.items() if n not in self.matrices}
         self.parameters = list(names.values())
         self._named: dict[str, nn.Parameter] = {}
@@ -138,6 +144,15 @@ class Optimizers:
 
     def _state(self) -> dict[Tensor, dict[str, Tensor]]:
         return {p: s for o in self._optimizers for p, s in o.state.items()}
+
+
+def refuse_fused(parameters: dict[str, nn.Parameter]) -> None:
+    """Raise `UserError` naming a tensor that holds several matrices, which Muon takes for one."""
+    if fused := next(filter(FUSED.search, parameters), None):
+        raise UserError(
+            f"optimizer.name is muon: {fused} holds several matrices in one tensor, which Muon "
+            "would take for one"
+        )
 
 
 def logical_rows(name: str, parameter: nn.Parameter) -> list[slice]:
