@@ -176,6 +176,15 @@ def test_wrapped_tensors_get_past_it():
 
 @pytest.mark.parametrize("dtype", row_product.KINDS)
 @torch.no_grad()
+def test_torch_compiles_around_it(dtype):
+    x, weight = operands(6, 40, dtype)
+    compiled_linear = torch.compile(cell.linear, backend="eager", fullgraph=True)
+    bounds = BOUNDS if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    torch.testing.assert_close(compiled_linear(x, weight), cell.linear(x, weight), **bounds)
+
+
+@pytest.mark.parametrize("dtype", row_product.KINDS)
+@torch.no_grad()
 def test_every_product_of_a_step(tiny, taken, monkeypatch, dtype):
     model = tiny(dtype=dtype)
     exact = tiny()

@@ -116,7 +116,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if applies(x, weight):
         y = row_product(x, weight)
     elif weight.dtype is torch.bfloat16 and x.numel() == weight.shape[1]:
-        # One row: the CPU's matrix-vector kernel is up to twice as fast as its matrix kernel.
+        # One row: torch's matrix-vector kernel is up to twice as fast as its matrix kernel.
         y = torch.mv(weight, x.reshape(-1).to(torch.bfloat16)).view(*x.shape[:-1], -1)
     elif weight.numel() >= LARGE_WEIGHT and not torch.is_grad_enabled():
         rows = x.reshape(-1, x.shape[-1])
