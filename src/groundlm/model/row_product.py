@@ -125,8 +125,8 @@ def applies(x: Tensor, weight_NK: Tensor) -> bool:
     """
     return (
         not torch.is_grad_enabled()
-        and x.numel() == weight_NK.shape[-1]
         and weight_NK.numel() >= SMALLEST.get(weight_NK.dtype, math.inf)
+        and x.numel() == weight_NK.shape[-1]
         and x.dtype is torch.float32
         and weight_NK.is_cpu
         and weight_NK.is_contiguous()
