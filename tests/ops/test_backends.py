@@ -11,6 +11,7 @@ import pytest
 import torch
 from problems import Problem, assert_same
 
+from groundlm import compiled
 from groundlm.errors import UserError
 from groundlm.model.state import GPNState
 from groundlm.ops import (
@@ -98,14 +99,14 @@ def test_settings_hold_inside_the_block_only():
 
 @pytest.fixture
 def fresh_library():
-    native.library.cache_clear()
+    compiled.load.cache_clear()
     yield
-    native.library.cache_clear()
+    compiled.load.cache_clear()
 
 
 def check_plain(caplog) -> None:
     problem = Problem(time=20)
-    with caplog.at_level(logging.INFO, logger="groundlm.ops.native"):
+    with caplog.at_level(logging.INFO, logger="groundlm.compiled"):
         found = problem.run(fused_scan)
         problem.run(fused_scan)
     assert_same(found, problem.run(reference_scan))
@@ -127,14 +128,14 @@ def test_a_failing_compiler_means_slower_not_broken(monkeypatch, caplog, fresh_l
 
 
 def test_without_openmp_the_library_still_loads(monkeypatch, fresh_library):
-    build = native._build
+    build = compiled._build
 
     def only_simd(compiler, text, openmp):
         if openmp == "-fopenmp":
             raise OSError("undefined symbol: GOMP_parallel")
         return build(compiler, text, openmp)
 
-    monkeypatch.setattr(native, "_build", only_simd)
+    monkeypatch.setattr(compiled, "_build", only_simd)
     problem = Problem(time=20)
     assert native.available(stages.sizes_of(problem.params, problem.carry[0]))
     assert_same(problem.run(fused_scan), problem.run(reference_scan))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundlm.model.products import product
+from groundlm.model.row_product import applies, row_product
 
 L2_EPS = 1e-12
 LARGE_WEIGHT = 1 << 20
@@ -112,8 +113,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T` in the weight's (or autocast's) dtype, back in x's dtype; bias added there."""
     # A `.to` that changes nothing still costs a microsecond, and a step has dozens of them.
     dtype = x.dtype
-    if weight.dtype is torch.bfloat16 and x.numel() == weight.shape[1]:
-        # One row: the CPU's matrix-vector kernel is up to twice as fast as its matrix kernel.
+    if applies(x, weight):
+        y = row_product(x, weight)
+    elif weight.dtype is torch.bfloat16 and x.numel() == weight.shape[1]:
+        # One row: torch's matrix-vector kernel is up to twice as fast as its matrix kernel.
         y = torch.mv(weight, x.reshape(-1).to(torch.bfloat16)).view(*x.shape[:-1], -1)
     elif weight.numel() >= LARGE_WEIGHT and not torch.is_grad_enabled():
         rows = x.reshape(-1, x.shape[-1])

@@ -1,29 +1,23 @@
 """The walk over clean chunks with compiled C between the products, on the CPU.
 
 A token of a small model is a hundred tiny torch calls, each of which costs more than its numbers.
-Here the work between two products is one call into C that is compiled on first use with the
-machine's C compiler. Where there is none (or `TORCHDYNAMO_DISABLE=1` asks for no compilation), the
-plain walks do the same in torch. Tokens with padding or boundaries always take the plain walk.
+Here the work between two products is one call into compiled C (see `compiled`); where that is not
+to be had, the plain walks do the same in torch. Tokens with padding or boundaries always take the
+plain walk.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from groundlm import compiled
 from groundlm.ops.native_source import source
 from groundlm.ops.stages import Sizes, empty
 
@@ -31,54 +25,17 @@ if TYPE_CHECKING:
     from groundlm.ops.fused_backward import Arriving
     from groundlm.ops.fused_forward import Products, Tape, Walk
 
-logger = logging.getLogger(__name__)
-
-FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-if platform.machine() in ("x86_64", "AMD64"):
-    FLAGS += ("-mprefer-vector-width=512",)
 REALS = {torch.float32: "float", torch.float64: "double"}
 
 
-@functools.cache
 def library(real: str) -> ctypes.CDLL | None:
-    """The compiled functions for `float` or `double`; None, said once, where that fails."""
-    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
-    if compiler is None:
-        logger.info("no C compiler: the fused scan runs without compiled code, slower")
-        return None
-    error: Exception | None = None
-    for openmp in ("-fopenmp", "-fopenmp-simd"):
-        try:
-            return _build(compiler, source(real), openmp)
-        except (OSError, subprocess.SubprocessError) as problem:
-            error = problem
-    logger.info("compiling failed (%s): the fused scan runs without, slower", error)
-    return None
-
-
-def _build(compiler: str, text: str, openmp: str) -> ctypes.CDLL:
-    """Compile and load; raises OSError or SubprocessError where that fails.
-
-    No OpenMP runtime is linked: its symbols come from the one that torch has loaded, so that there
-    is one pool of threads and `torch.set_num_threads` holds. Where torch's is another kind, loading
-    fails, and the caller builds without threads.
-    """
-    with tempfile.TemporaryDirectory(prefix="groundlm-") as folder:
-        source_file, built = Path(folder, "scan.c"), Path(folder, "scan.so")
-        source_file.write_text(text)
-        for command in (
-            [compiler, *FLAGS, openmp, "-c", "-o", f"{built}.o", str(source_file)],
-            [compiler, "-shared", "-o", str(built), f"{built}.o", "-lm"],
-        ):
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-        return ctypes.CDLL(str(built), mode=os.RTLD_NOW)
+    """The compiled functions for `float` or `double`; None where there is no compiled code."""
+    return compiled.load(source(real), "the fused scan")
 
 
 def available(s: Sizes) -> bool:
     """Whether compiled code can walk tensors of this dtype on this device."""
-    if s.device.type != "cpu" or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return False
-    return library(REALS[s.dtype]) is not None
+    return s.device.type == "cpu" and compiled.allowed() and library(REALS[s.dtype]) is not None
 
 
 def _struct(fields: str, pointers: str) -> type[ctypes.Structure]:

@@ -5,6 +5,8 @@ on torch's own OpenMP threads. The maths is that of `fused_forward` and `fused_b
 the readable version and the fallback.
 """
 
+from functools import cache
+
 HEADER = r"""
 #include <math.h>
 #include <string.h>
@@ -418,6 +420,7 @@ void reverse_ground_REAL(const Dims_REAL *d, const REAL *grad, const REAL *norme
 """
 
 
+@cache
 def source(real: str) -> str:
     """The C file for `float` or `double`."""
     math = {"float": ("expf", "log1pf", "sqrtf"), "double": ("exp", "log1p", "sqrt")}
