@@ -61,6 +61,17 @@ def test_auto_takes_fused_for_long_windows_and_the_cell_for_short_ones(calls):
     assert calls == ["reference", "reference", "fused", "fused"]
 
 
+def test_one_row_of_a_large_model_walks_the_cell_where_folding_would_not_pay(calls, monkeypatch):
+    problem = Problem(time=20)
+    weights = sum(x.numel() for x in stages.flatten(problem.params).values())
+    monkeypatch.setattr(scan, "WEIGHTS_PER_TOKEN", weights // 21)  # pays from 21 tokens on
+    for time, batch in ((20, 1), (21, 1), (20, 2)):
+        with torch.no_grad():
+            walk(Problem(time=time, batch=batch))
+        walk(Problem(time=time, batch=batch))  # a gradient is fused's from 16 tokens on
+    assert calls == ["reference", "fused", "fused", "fused", "fused", "fused"]
+
+
 def test_choice_is_said_once(calls, caplog):
     with caplog.at_level(logging.INFO, logger="groundlm.ops.scan"):
         assert resolve_backend("auto") == "fused"

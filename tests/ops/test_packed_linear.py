@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from problems import Problem, assert_same
 
-from groundlm.model import products
+from groundlm.model import products, row_product
 from groundlm.model.products import product
 from groundlm.ops import packed_linear
 from groundlm.ops.fused import ScanSettings, fused_scan
@@ -61,6 +61,27 @@ def test_the_operators_exist_here():
     assert products.has_mkldnn()
     linear = PackedLinear(torch.randn(4, 4), 2)
     assert linear.kernel in ("mkl", "mkldnn")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@torch.no_grad()
+def test_single_rows_are_not_packed(monkeypatch, dtype, transposed, biased):
+    monkeypatch.setattr(products, "made_by_intel", lambda: False)
+    row_product._function.cache_clear()
+    monkeypatch.setattr(row_product, "SMALLEST", {dtype: 1})
+    torch.manual_seed(0)
+    weight = (torch.randn(37, 53).T if transposed else torch.randn(53, 37)).to(dtype)
+    bias = torch.randn(53) if biased else None
+    linear = PackedLinear(weight, 1, bias, torch.float32)
+    assert linear.kernel == "row"
+    x = torch.randn(1, 37)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear(x.double()).double(), expected, rtol=1e-5, atol=1e-5)
+    assert PackedLinear(weight, 2, bias, torch.float32).kernel != "row"
+    row_product._function.cache_clear()
 
 
 def test_only_float32_is_packed():

@@ -1,15 +1,16 @@
 """A matrix that is used many times: packed once into the layout its CPU kernel wants.
 
 A window multiplies the same matrices once per token. On the CPU in float32 the vendor kernels
-reorder the matrix on every call unless they are handed a packed copy; everywhere else, and where
-the operators are missing, this is a plain product with the same result up to rounding.
+reorder the matrix on every call unless they are handed a packed copy; one row alone meets the
+matrix as it is, in `model.row_product`. Everywhere else, and where the operators are missing, this
+is a plain product with the same result up to rounding.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groundlm.model import products
+from groundlm.model import products, row_product
 
 SMALL_WEIGHT = 1 << 22
 """Elements below which MKL's packed call, the one with less overhead per call, is taken."""
@@ -41,8 +42,18 @@ class PackedLinear:
         self.weight_NK: Tensor | None = weight_NK
         self.kernel = "plain"
         self.packed: Tensor | None = None
-        if pack and weight_NK.device.type == "cpu" and weight_NK.dtype == torch.float32:
+        if not pack or weight_NK.device.type != "cpu" or self._takes_rows(weight_NK):
+            return
+        if weight_NK.dtype == torch.float32:
             self._pack(weight_NK)
+
+    def _takes_rows(self, weight_NK: Tensor) -> bool:
+        """Whether single rows go to `row_product`, which reads the matrix without packing."""
+        x_1K = torch.empty(1, weight_NK.shape[1], dtype=self.out_dtype)
+        if self.batch_size != 1 or not row_product.applies(x_1K, weight_NK.contiguous()):
+            return False
+        self.weight_NK, self.kernel = weight_NK.contiguous(), "row"
+        return True
 
     def _pack(self, weight_NK: Tensor) -> None:
         if (
@@ -68,6 +79,9 @@ class PackedLinear:
                 x, self.packed, self.bias_N, "none", [], ""
             )
         assert self.weight_NK is not None
+        if self.kernel == "row":
+            y = row_product.row_product(x.to(self.out_dtype), self.weight_NK)
+            return y if self.bias_N is None else y.add_(self.bias_N)
         if self.dtype == self.out_dtype:
             return F.linear(x, self.weight_NK, self.bias_N)
         y = F.linear(x.to(self.dtype), self.weight_NK).to(self.out_dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from groundlm.errors import UserError
 from groundlm.model.cell import Carry, CellParams, Tap
 from groundlm.model.state import GPNState
+from groundlm.ops import stages
 from groundlm.ops.fused import fused_scan, unsupported
 from groundlm.ops.reference import reference_scan
 
@@ -26,6 +27,10 @@ BACKENDS: dict[str, Scan] = {"reference": reference_scan, "fused": fused_scan}
 
 SHORT_WINDOW_TOKENS = 16
 """Shorter windows, single steps above all, walk the reference cell: packing would not pay."""
+
+WEIGHTS_PER_TOKEN = 1 << 17
+"""Weights whose folding costs what the fused walk saves in a token of a single row, which needs no
+packing: measured break-even 16 tokens with 4 million weights, 128 with 15 million."""
 
 _logged: set[str] = set()
 
@@ -46,19 +51,27 @@ def resolve_backend(name: str) -> str:
 def backend_for(name: str, token_BTD: Tensor, params: CellParams, carry: Carry) -> str:
     """The backend that walks this window: `resolve_backend`, or `reference` where fused cannot.
 
-    `fused` gives way for windows under `SHORT_WINDOW_TOKENS` and for tensors it does not support;
-    the latter is logged once, with the reason.
+    `fused` gives way for windows too short for what it does beforehand, and for tensors it does not
+    support; the latter is logged once, with the reason.
     """
     chosen = resolve_backend(name)
     if chosen != "fused":
         return chosen
-    if token_BTD.shape[1] < SHORT_WINDOW_TOKENS:
+    if token_BTD.shape[1] < _shortest(token_BTD, params):
         return "reference"
     reason = unsupported(token_BTD, params, carry)
     if reason is None:
         return "fused"
     _log_once(f"scan backend: reference instead of fused: {reason}")
     return "reference"
+
+
+def _shortest(token_BTD: Tensor, params: CellParams) -> int:
+    """Tokens from which folding and packing the weights pays."""
+    if torch.is_grad_enabled() or len(token_BTD) > 1 or not token_BTD.is_cpu:
+        return SHORT_WINDOW_TOKENS
+    weights = sum(weight.numel() for weight in stages.flatten(params).values())
+    return max(SHORT_WINDOW_TOKENS, weights // WEIGHTS_PER_TOKEN)
 
 
 def _log_once(message: str) -> None:
