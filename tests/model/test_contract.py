@@ -193,9 +193,10 @@ def test_accumulation_equals_the_unsplit_batch(m, ids):
     assert_same_gradients(whole, gradients(m))
 
 
-def test_no_targets_at_all(m, ids):
+@pytest.mark.parametrize("count", [None, 0, torch.tensor(0), torch.tensor(0.0)])
+def test_no_targets_at_all(m, ids, count):
     x = ids(2, 9)
-    loss = m(x, labels=torch.full_like(x, -100)).loss
+    loss = m(x, labels=torch.full_like(x, -100), num_items_in_batch=count).loss
     loss.backward()
     assert loss == 0
     assert all((p.grad == 0).all() for p in m.parameters())

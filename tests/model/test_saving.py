@@ -222,6 +222,20 @@ def test_trainer_accumulates_like_the_unsplit_batch(m, ids, tmp_path):
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=0, atol=1e-9)
 
 
+def test_trainer_survives_a_batch_without_targets(m, ids, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": a, "labels": torch.full_like(a, -100)} for a in ids(4, 12)]
+    start = {k: v.clone() for k, v in m.state_dict().items()}
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=1, optim="sgd", report_to=[],
+        save_strategy="no", use_cpu=True,
+    )  # fmt: skip
+    Trainer(m, arguments, train_dataset=rows).train()
+    for name, value in m.state_dict().items():
+        assert torch.equal(value, start[name]), name
+
+
 def test_loaded_tensors_are_aligned_like_new_ones(tiny, tmp_path):
     """MKL rounds by address: else a loaded model would not repeat the saved one to the bit."""
     model = tiny()

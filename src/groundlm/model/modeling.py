@@ -357,7 +357,8 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
             labels: int64 [B, T], aligned with the inputs (the usual shift happens here); -100 is
                 not scored.
             shift_labels: targets already aligned with the logits; they overrule `labels`.
-            num_items_in_batch: divide the summed loss by this number, not by the targets here.
+            num_items_in_batch: divide the summed loss by this number (at least 1), not by the
+                targets here.
             logits_to_keep: only the last n positions (0: all), or the given positions.
             kwargs: as for `GPNModel.forward`: `resets`, `cu_seqlens`, `position_ids`, `state`,
                 `past_key_values`.
@@ -406,10 +407,9 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
         hidden_NE = self.model.decoder_hidden(predicted_BTD).flatten(0, 1)
         total = linear_cross_entropy(hidden_NE, self.model.embedding.weight, targets_N)
         if num_items is None:
-            num_items = (targets_N != IGNORE_INDEX).sum().clamp_min(1)
-        elif torch.is_tensor(num_items):
-            num_items = num_items.to(total.device)
-        return total / num_items
+            num_items = (targets_N != IGNORE_INDEX).sum()
+        # Where nothing is scored, the sum and its gradients are 0, not 0 / 0.
+        return total / torch.as_tensor(num_items, device=total.device).clamp_min(1)
 
 
 AutoConfig.register("gpn", GPNConfig)
