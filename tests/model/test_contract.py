@@ -100,6 +100,25 @@ def test_rows_do_not_influence_each_other(m, ids, time):
     torch.testing.assert_close(m(inputs_embeds=embedded).logits[[0, 2, 3, 4]], out[[0, 2, 3, 4]])
 
 
+@pytest.mark.parametrize("time", [6, 20])
+def test_masked_embeddings_reach_no_gradient(m, ids, time):
+    x = ids(2, time)
+    mask = torch.ones_like(x)
+    mask[0, :3] = 0
+    clean = m.get_input_embeddings()(x).detach()
+    ends = []
+    for filler in (0.0, float("nan")):
+        m.zero_grad()
+        embedded = clean.clone()
+        embedded[0, :3] = filler
+        embedded.requires_grad_()
+        logits = m(inputs_embeds=embedded, attention_mask=mask).logits
+        logits[:, -1].square().sum().backward()
+        grads = {k: p.grad.clone() for k, p in m.named_parameters() if p.grad is not None}
+        ends.append(grads | {"inputs_embeds": embedded.grad, "logits": logits[:, -1].detach()})
+    assert_same_gradients(*ends)
+
+
 @pytest.mark.parametrize("lengths", [(7, 9), (20, 25)])
 def test_packed_documents_do_not_leak(m, ids, lengths):
     first, second = lengths

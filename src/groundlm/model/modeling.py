@@ -213,6 +213,9 @@ class GPNModel(GPNPreTrainedModel):
         mask_BT = window_mask(attention_mask, batch, time)
         if real_BT is not None:
             mask_BT = real_BT if mask_BT is None else mask_BT & real_BT
+        if mask_BT is not None and inputs_embeds is not None:
+            # Whatever stands there, NaN included, reaches neither the state nor a gradient.
+            embedded_BTE = torch.where(mask_BT.unsqueeze(-1), embedded_BTE, 0)
         start = self._start_state(same_state(cache, state, past_key_values), batch)
         g = self.ground
         token_BTD = cell.token_contribution(
