@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from groundlm import GPNState, UserError
+from groundlm.model import cell, products
 
 V = 61
 CLOSE = {"rtol": 0, "atol": 1e-9}
@@ -117,6 +118,19 @@ def test_masked_embeddings_reach_no_gradient(m, ids, time):
         grads = {k: p.grad.clone() for k, p in m.named_parameters() if p.grad is not None}
         ends.append(grads | {"inputs_embeds": embedded.grad, "logits": logits[:, -1].detach()})
     assert_same_gradients(*ends)
+
+
+def test_large_products_follow_autocast(monkeypatch):
+    """With and without gradients alike, whatever library the processor prefers."""
+    monkeypatch.setattr(products, "prefers_onednn", products.has_mkldnn)
+    torch.manual_seed(0)
+    weight, x = torch.randn(1100, 1100), torch.randn(3, 1100)
+    assert weight.numel() >= cell.LARGE_WEIGHT
+    plain = x.bfloat16() @ weight.bfloat16().T
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            assert torch.equal(cell.linear(x, weight), plain.float())
+        assert torch.equal(cell.linear(x, weight), plain.float())
 
 
 @pytest.mark.parametrize("lengths", [(7, 9), (20, 25)])
