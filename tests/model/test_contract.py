@@ -331,9 +331,13 @@ def test_compiled_step(m, ids):
 BAD_CALLS = {
     "token id 61 is outside the vocabulary of 61": lambda m, x: m(x.clone().fill_(61)),
     "token id -3 is outside": lambda m, x: m(x.clone().fill_(-3)),
-    "expected whole numbers": lambda m, x: m(x.float()),
+    "input_ids is torch.float32, expected whole numbers": lambda m, x: m(x.float()),
+    "input_ids is torch.bool": lambda m, x: m(x > 3),
+    "input_ids is torch.int8": lambda m, x: m(x.to(torch.int8)),
     "exactly one of input_ids": lambda m, x: m(),
     r"input_ids has shape \(9,\)": lambda m, x: m(x[0]),
+    r"input_ids has shape \(0, 9\)": lambda m, x: m(x[:0]),
+    r"inputs_embeds has shape \(2, 0, 11\)": lambda m, x: m(inputs_embeds=torch.zeros(2, 0, 11)),
     r"inputs_embeds has shape \(2, 9, 7\)": lambda m, x: m(inputs_embeds=torch.zeros(2, 9, 7)),
     r"attention_mask has shape \(2, 4\)": lambda m, x: m(x, attention_mask=x[:, :4]),
     r"attention_mask has shape \(1, 9\)": lambda m, x: m(x, attention_mask=x[:1]),
@@ -346,6 +350,18 @@ BAD_CALLS = {
     r"resets has shape \(2, 3\)": lambda m, x: m(x, resets=x[:, :3] > 0),
     "give one of resets": lambda m, x: m(x, resets=x > 0, position_ids=x),
     r"labels have shape \(2, 3\)": lambda m, x: m(x, labels=x[:, :3]),
+    "label 61 is outside the vocabulary of 61": lambda m, x: m(x, labels=x.clone().fill_(61)),
+    "label -5 is outside": lambda m, x: m(x, labels=x.clone().fill_(-5)),
+    "labels is torch.float64, expected": lambda m, x: m(x, labels=x.double()),
+    "logits_to_keep holds position 9, there are 9": lambda m, x: m(
+        x, logits_to_keep=torch.tensor([2, 9])
+    ),
+    "logits_to_keep is -1": lambda m, x: m(x, logits_to_keep=-1),
+    "cu_seqlens is a list": lambda m, x: m(x[:1], cu_seqlens=[0, 9]),
+    r"cu_seqlens is torch.int64 of shape \(1, 2\)": lambda m, x: m(
+        x[:1], cu_seqlens=torch.tensor([[0, 9]])
+    ),
+    "resets is a list": lambda m, x: m(x, resets=[[True] * 9] * 2),
     "goes on from a GPNState": lambda m, x: m(x, past_key_values=(x,)),
 }
 

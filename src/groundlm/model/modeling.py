@@ -21,7 +21,13 @@ from transformers.utils import ModelOutput, can_return_tuple
 from groundlm.errors import UserError
 from groundlm.model import cell
 from groundlm.model.alignment import align_weights
-from groundlm.model.boundaries import document_starts, refuse_unknown, window_mask
+from groundlm.model.boundaries import (
+    check_positions,
+    document_starts,
+    refuse_unknown,
+    require_whole_numbers,
+    window_mask,
+)
 from groundlm.model.config import GPNConfig
 from groundlm.model.generating import GPNGenerationMixin, same_state
 from groundlm.model.modules import Decode, Ground, Matrix, Memory, NormWeight, Predict, tensor_of
@@ -239,16 +245,16 @@ class GPNModel(GPNPreTrainedModel):
             raise UserError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is not None:
             width = self.embedding.weight.shape[1]
-            if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width:
-                shape = tuple(inputs_embeds.shape)
-                raise UserError(f"inputs_embeds has shape {shape}, expected [batch, time, {width}]")
+            shape = tuple(inputs_embeds.shape)
+            if len(shape) != 3 or shape[2] != width or 0 in shape:
+                wanted = f"[batch >= 1, time >= 1, {width}]"
+                raise UserError(f"inputs_embeds has shape {shape}, expected {wanted}")
             return inputs_embeds
         assert input_ids is not None
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            shape = tuple(input_ids.shape)
-            raise UserError(f"input_ids has shape {shape}, expected [batch, time >= 1]")
-        if input_ids.is_floating_point():
-            raise UserError(f"input_ids is {input_ids.dtype}, expected whole numbers")
+        shape = tuple(input_ids.shape)
+        if len(shape) != 2 or 0 in shape:
+            raise UserError(f"input_ids has shape {shape}, expected [batch >= 1, time >= 1]")
+        require_whole_numbers("input_ids", input_ids)
         try:
             return self.embedding(input_ids)
         except IndexError:
@@ -370,6 +376,10 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
             The loss (nats per scored token; 0 if nothing is scored), logits, state. In training
             mode with labels the logits are None: the loss is taken over slices of positions, so
             that [B, T, W] never exists.
+
+        Raises:
+            UserError: as `GPNModel.forward`; labels outside the vocabulary, positions that are not
+                there.
         """
         out = self.model(
             input_ids=input_ids,
@@ -392,6 +402,7 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
             loss = self._loss(predicted_BTD, targets_BT, num_items_in_batch)
         logits = None
         if loss is None or not self.training:
+            check_positions(logits_to_keep, predicted_BTD.shape[1])
             kept = slice_logits_to_keep(predicted_BTD, logits_to_keep)
             logits = cell.linear(self.model.decoder_hidden(kept), self.model.embedding.weight)
         hidden = (predicted_BTD,) if output_hidden_states else None
@@ -406,7 +417,8 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
     def _loss(
         self, predicted_BTD: Tensor, targets_BT: Tensor, num_items: Tensor | int | None
     ) -> Tensor:
-        targets_N = targets_BT.reshape(-1).to(predicted_BTD.device)
+        require_whole_numbers("labels", targets_BT)
+        targets_N = targets_BT.reshape(-1).to(predicted_BTD.device, torch.int64)
         hidden_NE = self.model.decoder_hidden(predicted_BTD).flatten(0, 1)
         total = linear_cross_entropy(hidden_NE, self.model.embedding.weight, targets_N)
         if num_items is None:
