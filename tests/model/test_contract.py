@@ -101,6 +101,21 @@ def test_rows_do_not_influence_each_other(m, ids, time):
     torch.testing.assert_close(m(inputs_embeds=embedded).logits[[0, 2, 3, 4]], out[[0, 2, 3, 4]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_alone_and_in_a_batch(m, ids, dtype):
+    """Also the precision that people use; greedy tokens are those of the row alone."""
+    m.to(dtype)
+    x = ids(7, 20)
+    out = m(x).logits
+    close = CLOSE if dtype == torch.float64 else {"rtol": 0, "atol": 1e-5}
+    greedy = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    together = m.generate(x, **greedy)
+    assert len({tuple(row) for row in together[:, 20:].tolist()}) > 1
+    for i in range(7):
+        torch.testing.assert_close(out[i], m(x[i : i + 1]).logits[0], **close)
+        assert torch.equal(together[i], m.generate(x[i : i + 1], **greedy)[0])
+
+
 @pytest.mark.parametrize("time", [6, 20])
 def test_masked_embeddings_reach_no_gradient(m, ids, time):
     x = ids(2, time)
