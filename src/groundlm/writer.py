@@ -148,7 +148,7 @@ class Writer:
             if reached is None or not bool(real_BT.all()):
                 reached, unread_BT = state, torch.cat([mask_BT.bool(), real_BT], 1)
             else:
-                unread_BT = real_BT[:, reached.positions_seen - ids_BT.shape[1] :]
+                unread_BT = real_BT[:, reached.get_seq_length() - ids_BT.shape[1] :]
             states = self._state_after(written_BT[:, -unread_BT.shape[1] :], unread_BT, reached)
         counts = real_BT.sum(1).tolist()
         return [

@@ -104,7 +104,7 @@ def test_rows_that_ended_early(m, ids):
     for i in (1, 2):
         if eos not in g.sequences[i, 6:]:
             assert torch.equal(later.sequences[i], plain.sequences[i])
-    assert g.cache.positions_seen == 10
+    assert g.cache.get_seq_length() == 10
 
 
 def test_beams_and_several_sequences(m, ids):

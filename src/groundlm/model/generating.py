@@ -63,14 +63,18 @@ class GPNGenerationMixin(GenerationMixin):
             kwargs["attention_mask"] = mask[:, mask.shape[1] - given.shape[1] :]
         # From here on positions are columns of `inputs`: that is what generate slices by.
         before_B = start.hash_before_B if read else start.text_hash_B
-        kwargs["cache"] = replace(start, positions_seen=read, hash_before_B=before_B)
+        kwargs["cache"] = replace(
+            start, positions_seen=torch.full_like(start.tokens_seen, read), hash_before_B=before_B
+        )
         if given.shape[1] == 0 and len(given) > 1:
             return self._generate_from_nothing(given, *args, **kwargs)
         return super().generate(ids, *args, **kwargs)
 
     def _generate_from_nothing(self, ids_B0: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Several empty prompts, which transformers cannot index: one column, taken as read."""
-        kwargs["cache"] = replace(kwargs["cache"], positions_seen=1)
+        kwargs["cache"] = replace(
+            kwargs["cache"], positions_seen=torch.ones_like(kwargs["cache"].tokens_seen)
+        )
         kwargs["attention_mask"] = None
         out = super().generate(F.pad(ids_B0, (1, 0)), *args, **kwargs)
         if torch.is_tensor(out):
@@ -120,7 +124,7 @@ class GPNGenerationMixin(GenerationMixin):
         if cache is None and generation_config.prefill_chunk_size is not None:
             model_kwargs["cache"] = self.model.zero_state(len(input_ids))
         embedded = model_kwargs.get("inputs_embeds") is not None
-        if cache is not None and not embedded and input_ids.shape[1] == cache.positions_seen:
+        if cache is not None and not embedded and input_ids.shape[1] == cache.get_seq_length():
             # The state is the prediction already.
             return ModelOutput(logits=self.next_logits(cache).unsqueeze(1), cache=cache)
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
@@ -209,8 +213,8 @@ def _boundaries_as_resets(kwargs: dict[str, Any], batch: int, time: int) -> None
 
 def _refuse_ambiguous(state: GPNState, columns: int) -> None:
     """Embeddings cannot show whether the state has read their beginning."""
-    if 0 < state.positions_seen < columns:
+    if 0 < state.get_seq_length() < columns:
         raise UserError(
-            f"{columns} columns of inputs_embeds and a cache that has read {state.positions_seen}: "
-            "give the cache as state= and only what comes after it"
+            f"{columns} columns of inputs_embeds and a cache that has read "
+            f"{state.get_seq_length()}: give the cache as state= and only what comes after it"
         )

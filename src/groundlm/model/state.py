@@ -42,8 +42,10 @@ class GPNState:
     """The matrix memory after the last write, [B, H, K, V]; None without memory."""
     tokens_seen: Tensor
     """Real tokens read so far by each row, int64 [B] (masked positions do not count)."""
-    positions_seen: int = 0
-    """Positions walked so far, masked ones included: the length that `generate` slices by."""
+    positions_seen: Tensor = None  # type: ignore[assignment]
+    """Positions walked so far by each row, masked ones included, int64 [B]: the length that
+    `generate` slices by, as many as tokens if left out. A tensor, so that one compiled step serves
+    every length."""
     text_hash_B: Tensor | None = None
     """Rolling hash of the tokens read, int64 [B] (see `text_hash`); None if unknown. By it
     `generate` tells sequences that begin with what the state has read from new tokens."""
@@ -55,6 +57,10 @@ class GPNState:
     is_compileable = False
     is_croppable = False
     is_linear = (False,)
+
+    def __post_init__(self) -> None:
+        if self.positions_seen is None:
+            self.positions_seen = self.tokens_seen.clone()
 
     @classmethod
     def zeros(
@@ -73,7 +79,7 @@ class GPNState:
             else torch.zeros(batch_size, *memory_shape, device=device, dtype=dtype)
         )
         seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        return cls(vector, vector.clone(), memory, seen, 0, seen.clone())
+        return cls(vector, vector.clone(), memory, seen, seen.clone(), seen.clone())
 
     @property
     def batch_size(self) -> int:
@@ -95,12 +101,15 @@ class GPNState:
         return sizes
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by field name."""
+        """What the state consists of, by field name: all but the count of positions walked."""
+        return {k: v for k, v in self._all_tensors().items() if k != "positions_seen"}
+
+    def _all_tensors(self) -> dict[str, Tensor]:
         return {k: v for k, v in vars(self).items() if torch.is_tensor(v)}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GPNState:
         """A new state with `function` applied to every tensor."""
-        changed: dict[str, Any] = {k: function(v) for k, v in self.tensors().items()}
+        changed: dict[str, Any] = {k: function(v) for k, v in self._all_tensors().items()}
         return replace(self, **changed)
 
     def clone(self) -> GPNState:
@@ -142,11 +151,11 @@ class GPNState:
                 raise UserError(
                     f"states of two models cannot be one batch: {first.sizes} and {other.sizes}"
                 )
-        columns = {name: [vars(s)[name] for s in states] for name in first.tensors()}
+        columns = {name: [vars(s)[name] for s in states] for name in first._all_tensors()}
         columns = {k: v for k, v in columns.items() if all(t is not None for t in v)}
         joined: dict[str, Any] = {k: torch.cat(v) for k, v in columns.items()}
         joined = {"text_hash_B": None, "hash_before_B": None} | joined
-        return replace(first, positions_seen=max(s.positions_seen for s in states), **joined)
+        return replace(first, **joined)
 
     def check(self, config: GPNConfig) -> None:
         """Raise `UserError`, naming the first size that differs, if it is another model's state."""
@@ -212,12 +221,11 @@ class GPNState:
             if not torch.isfinite(tensor).all():
                 raise UserError(f"state {path} is damaged: {name} has numbers that are not finite")
         tensors.setdefault("memory_BHKV", None)
-        seen = int(tensors["tokens_seen"].max()) if len(tensors["tokens_seen"]) else 0
-        return cls(**tensors, positions_seen=seen).to(device)
+        return cls(**tensors).to(device)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions walked so far, under the name that transformers' `generate` uses."""
-        return self.positions_seen
+        """Most positions walked so far, under the name that transformers' `generate` uses."""
+        return int(self.positions_seen.max()) if self.batch_size else 0
 
     def crop(self, max_length: int) -> None:
         """Refused: what has been read cannot be taken out of a state again."""
