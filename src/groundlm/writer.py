@@ -84,14 +84,19 @@ class Writer:
             kind = self.model.config.model_type
             raise UserError(f"states and the interactive mode need a gpn, this model is a {kind}")
 
+    def unused_ids(self) -> list[int]:
+        """Rows of the embedding that stand for no token (a padded vocabulary): never written."""
+        size = self.model.get_input_embeddings().weight.shape[0]
+        return list(range(vocabulary_size(self.tokenizer), size))
+
     def load_state(self, path: str | Path) -> GPNState:
         """A state of this model from a file, on the model's device."""
-        return GPNState.load(path, self.gpn.config, self.model.device)
+        return GPNState.load(path, self.gpn, self.model.device)
 
     def save_state(self, state: GPNState | None, path: str | Path) -> None:
-        """Write a state with the sizes of this model beside it."""
+        """Write a state of this model."""
         if state is not None:
-            state.save(path, config=self.gpn.config)
+            state.save(path, model=self.gpn)
 
     def encode(self, text: str, goes_on: bool = False) -> list[int]:
         """Token ids; a text that goes on from a state gets no special token of its own.

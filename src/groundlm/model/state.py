@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from groundlm.errors import UserError
-from groundlm.model.alignment import aligned
+from groundlm.model import state_file
 
 if TYPE_CHECKING:
-    from groundlm.model.config import GPNConfig
+    from transformers import PreTrainedModel
 
-FILE_KIND = "groundlm-state"
-MODEL_SIZES = ("vocab_size", "embedding_size", "ffn_size", "num_layers")
-"""Sizes that a state file names beside the state's own, when the configuration is at hand."""
+    from groundlm.model.config import GPNConfig
 
 
 @dataclass(eq=False)
@@ -132,12 +126,15 @@ class GPNState:
         """The chosen rows, copied, in the given order: an index, indices, booleans or a slice.
 
         A row may be taken several times; a single index gives a batch of one. Raises `UserError`
-        for rows that are not there.
+        for rows that are not there and for anything else than whole numbers or booleans in a row.
         """
-        return self.map(_row_picker(index, self.batch_size, self.predicted_BD.device))
+        picked = _picked_rows(index, self.batch_size).to(self.predicted_BD.device)
+        return self.map(lambda t: t.index_select(0, picked))
 
     def repeat(self, times: int) -> GPNState:
         """Each row `times` times in a row, as `generate` lays out beams: [a, b] -> [a, a, b, b]."""
+        if times < 0:
+            raise UserError(f"rows cannot be repeated {times} times")
         return self.map(lambda t: t.repeat_interleave(times, 0))
 
     @staticmethod
@@ -165,63 +162,48 @@ class GPNState:
         self,
         path: str | Path,
         rows: int | slice | Sequence[int] | Tensor | None = None,
-        config: GPNConfig | None = None,
+        model: PreTrainedModel | None = None,
     ) -> None:
         """Write all rows, or only those asked for, to one safetensors file.
 
-        Its metadata names the state's sizes, and with `config` the other sizes of the model too.
-        The file is complete or not there at all.
+        Its metadata names the state's sizes, and with `model` the model's other sizes and the
+        fingerprint of its weights too: `load` then tells that model from every other. The file is
+        complete or not there at all.
         """
-        chosen = replace(self, hash_before_B=None).detach().to("cpu")
+        chosen = self.detach().to("cpu")
         if rows is not None:
             chosen = chosen.rows(rows)
-        sizes = self.sizes
-        if config is not None:
-            self.check(config)
-            sizes |= {name: getattr(config, name) for name in MODEL_SIZES}
-        # One entry: several would be written in an order that changes from run to run.
-        metadata = {FILE_KIND: json.dumps(sizes)}
-        partial = Path(f"{path}.partial")
-        try:
-            save_file({k: v.contiguous() for k, v in chosen.tensors().items()}, partial, metadata)
-            os.replace(partial, path)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise UserError(f"state {path} cannot be written: {error}") from None
+        facts: dict[str, Any] = dict(self.sizes)
+        if model is not None:
+            self.check(model.config)
+            facts |= {name: getattr(model.config, name) for name in state_file.MODEL_SIZES}
+            facts[state_file.WEIGHTS] = state_file.fingerprint(model)
+        state_file.write(path, chosen.tensors(), facts)
 
     @classmethod
     def load(
         cls,
         path: str | Path,
-        config: GPNConfig | None = None,
+        model: PreTrainedModel | None = None,
         device: torch.device | str | None = None,
     ) -> GPNState:
-        """Read what `save` wrote; with `config`, refuse the state of a model of other sizes.
+        """Read what `save` wrote; with `model`, refuse what was saved with any other.
+
+        A state belongs to the weights that wrote it: training them on makes another model. What
+        was saved without its model is compared in the state's own sizes alone.
 
         Raises `UserError` in one line for a file that is missing, damaged, no state, or holds a
         number that is not finite.
         """
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                names = file.keys()  # the numbers of what follows must be those of the kept state
-                tensors: dict[str, Any] = {n: aligned(file.get_tensor(n)) for n in names}
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"state {path} cannot be read: {error}") from None
-        if FILE_KIND not in metadata:
-            raise UserError(f"{path} is no GPN state: its metadata has no {FILE_KIND!r}")
-        sizes = json.loads(metadata[FILE_KIND])
-        expected = {"predicted_BD", "grounded_BD", "tokens_seen"}
-        expected |= {"memory_BHKV"} if sizes["num_heads"] else set()
-        if missing := expected - tensors.keys():
-            raise UserError(f"state {path} is damaged: it has no {', '.join(sorted(missing))}")
-        if config is not None:
-            _check_sizes(sizes, config, f"state {path}")
-        for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
-                raise UserError(f"state {path} is damaged: {name} has numbers that are not finite")
-        tensors.setdefault("memory_BHKV", None)
-        return cls(**tensors).to(device)
+        tensors, sizes, weights = state_file.read(path)
+        if model is not None:
+            _check_sizes(sizes, model.config, f"state {path}")
+            if weights not in (None, state_file.fingerprint(model)):
+                raise UserError(
+                    f"state {path} is of another model: it was written with other weights"
+                )
+        fields: dict[str, Any] = {"memory_BHKV": None} | tensors
+        return cls(**fields).to(device)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Most positions walked so far, under the name that transformers' `generate` uses."""
@@ -234,23 +216,27 @@ class GPNState:
         )
 
 
-def _row_picker(index: Any, batch: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _picked_rows(index: Any, batch: int) -> Tensor:
+    """The rows that an index of any kind means, int64 [N] from 0 to B - 1."""
     if isinstance(index, slice):
         index = list(range(batch)[index])
-    picked = torch.as_tensor(index, device=device)
+    refused = UserError(f"rows are chosen by whole numbers or booleans, not by {index!r}")
+    try:
+        picked = torch.as_tensor(index).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise refused from None
     if picked.dtype == torch.bool:
         if picked.shape != (batch,):
             raise UserError(f"{picked.numel()} booleans cannot choose among {batch} rows")
-        picked = picked.nonzero().squeeze(1)
+        return picked.nonzero().squeeze(1)
+    whole = not (picked.is_floating_point() or picked.is_complex())
+    if picked.dim() > 1 or not (whole or picked.shape == (0,)):  # [] becomes a float tensor
+        raise refused
     picked = picked.long().reshape(-1)
-    # Asking on an accelerator would stall it at every step of beam search.
-    if device.type == "cpu" and picked.numel():
-        low, high = (int(x) for x in torch.aminmax(picked))
-        if low < -batch or high >= batch:
-            bad = low if low < -batch else high
-            raise UserError(f"row {bad} is not there: the state has {batch} rows")
-        picked = picked % batch
-    return lambda t: t.index_select(0, picked)
+    for row in picked.tolist():
+        if not -batch <= row < batch:
+            raise UserError(f"row {row} is not there: the state has {batch} rows")
+    return picked % max(batch, 1)
 
 
 def _check_sizes(sizes: dict[str, int], config: GPNConfig, what: str) -> None:
