@@ -227,6 +227,34 @@ def test_states_of_a_batch_are_those_of_its_texts(folder, generate, tmp_path):
         generate(prompt="a", state_in=many)
 
 
+def test_only_texts_that_ended_early_are_read_again(folder, monkeypatch):
+    writer = Writer.load(str(folder), Sampling(6, 0.0), "float32", "cpu")
+    prompt = "the state memory reads a token and writes it back again"
+    width = len(writer.encode(prompt))
+    texts = [prompt, "memory", "é and again"]
+    plain = [t.new_text for t in writer.continue_batch(texts)]
+    ids = torch.tensor([writer.encode("memory")])
+    written, _ = writer._generate(ids, torch.ones_like(ids), None, None)
+    writer.tokenizer.eos_token = writer.tokenizer.convert_ids_to_tokens(int(written[0, -4]))
+    shapes = []
+    forward = writer.gpn.model.forward
+
+    def watched(input_ids, *args, **kwargs):
+        shapes.append(tuple(input_ids.shape))
+        return forward(input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(writer.gpn.model, "forward", watched)
+    states = [t.state for t in writer.continue_batch(texts, keep_state=True)]
+    long_reads = [rows for rows, columns in shapes if columns >= width]
+    ended = sum(writer.continue_text(t).new_text != p for t, p in zip(texts, plain, strict=True))
+    assert 0 < ended < 3
+    assert long_reads == [3, ended]  # the prompts, then the texts that ended
+    for text, state in zip(texts, states, strict=True):
+        alone = writer.continue_text(text, keep_state=True).state
+        torch.testing.assert_close(state.predicted_BD, alone.predicted_BD)
+        assert torch.equal(state.tokens_seen, alone.tokens_seen)
+
+
 def test_another_model_type(tmp_path, capsys):
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=8, num_hidden_layers=1,

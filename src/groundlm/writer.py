@@ -150,11 +150,8 @@ class Writer:
         real_BT = ended_BT.cumsum(1) - ended_BT == 0  # up to and with the first EOS
         states = None
         if keep_state:
-            if reached is None or not bool(real_BT.all()):
-                reached, unread_BT = state, torch.cat([mask_BT.bool(), real_BT], 1)
-            else:
-                unread_BT = real_BT[:, reached.get_seq_length() - ids_BT.shape[1] :]
-            states = self._state_after(written_BT[:, -unread_BT.shape[1] :], unread_BT, reached)
+            whole_BT = torch.cat([mask_BT.bool(), real_BT], 1)
+            states = self._states_after(written_BT, whole_BT, state, reached)
         counts = real_BT.sum(1).tolist()
         return [
             Text(
@@ -187,6 +184,27 @@ class Writer:
             **self.sampling.arguments(),
         )
         return out.sequences, out.cache if isinstance(out.cache, GPNState) else None
+
+    def _states_after(
+        self, ids_BT: Tensor, real_BT: Tensor, start: GPNState | None, reached: GPNState | None
+    ) -> GPNState | None:
+        """The state after the real tokens of each row; `reached` lacks the last column.
+
+        It went on past the end of texts that ended before others: these alone are read again.
+        """
+        if reached is None:  # nothing was written
+            return self._state_after(ids_BT, real_BT, start)
+        states = self._state_after(ids_BT[:, -1:], real_BT[:, -1:], reached)
+        early = (~real_BT[:, -1]).nonzero().squeeze(1)
+        if states is None or not len(early):
+            return states
+        if start is not None and start.batch_size > 1:
+            start = start.rows(early)
+        again = self._state_after(ids_BT[early], real_BT[early], start)
+        assert again is not None
+        places = torch.arange(len(ids_BT), device=early.device)
+        places[early] = len(ids_BT) + torch.arange(len(early), device=early.device)
+        return GPNState.concatenate([states, again]).rows(places)
 
     def _state_after(
         self, ids_BT: Tensor, real_BT: Tensor, start: GPNState | None
