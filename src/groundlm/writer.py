@@ -8,7 +8,7 @@ from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import BaseStreamer
 
 from groundlm.data.tokenizer import load_tokenizer, vocabulary_size
@@ -17,6 +17,9 @@ from groundlm.model.loading import load_model
 from groundlm.model.modeling import GPNForCausalLM
 from groundlm.model.state import GPNState
 from groundlm.models import resolve_device
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it the most likely token is taken: float32 could tell no other, and might overflow."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Sampling:
     def arguments(self) -> dict[str, Any]:
         """The same for transformers' `generate`, whose own defaults (top_k 50) stay out."""
         chosen: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
-        if self.temperature == 0 or self.top_p == 0 or self.top_k == 1:
+        if self.temperature < LEAST_TEMPERATURE or self.top_p == 0 or self.top_k == 1:
             return chosen | {"do_sample": False}
         return chosen | {
             "do_sample": True,
@@ -69,6 +72,7 @@ class Writer:
     ) -> Writer:
         """The model and the tokenizer of a folder; raises `UserError` as their loaders do."""
         model = load_model(folder, dtype, resolve_device(device))
+        model.generation_config = GenerationConfig()  # `sampling` alone decides, not the folder
         if isinstance(model, GPNForCausalLM):
             model.scan_backend = scan
         return cls(model, load_tokenizer(folder), sampling)
@@ -169,15 +173,12 @@ class Writer:
         """Prompts with what was written, and the state before the last token of a GPN."""
         if self.sampling.max_new_tokens == 0:
             return ids_BT, None
-        size = self.model.get_input_embeddings().weight.shape[0]
-        # Rows of the embedding that stand for no token (a padded vocabulary) are never written.
-        unused = list(range(vocabulary_size(self.tokenizer), size))
         out = self.model.generate(
             ids_BT,
             attention_mask=mask_BT,
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.eos_token_id,
-            suppress_tokens=unused or None,
+            suppress_tokens=self.unused_ids() or None,
             streamer=streamer,
             return_dict_in_generate=True,
             **({} if state is None else {"state": state}),
@@ -231,12 +232,12 @@ class Writer:
         )
 
 
-def check_unicode(prompt: str) -> None:
+def check_unicode(prompt: str, where: str = "the prompt") -> None:
     """Raise `UserError` for a prompt that no tokenizer can take (half of a surrogate pair)."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is no valid Unicode at character {error.start}") from None
+        raise UserError(f"{where} is no valid Unicode at character {error.start}") from None
 
 
 def decode_after(tokenizer: PreTrainedTokenizerFast, context: list[int], ids: list[int]) -> str:
