@@ -1,11 +1,12 @@
 """`groundlm bench generate` on sizes of milliseconds."""
 
 import json
+import time
 
 import pytest
 import torch
 
-from groundlm import UserError
+from groundlm import GPNForCausalLM, UserError
 from groundlm.benchmark import generate as bench
 from groundlm.benchmark.generate import BenchGenerateConfig, bench_generate, read_seconds
 from groundlm.models import count_parameters
@@ -54,6 +55,30 @@ def test_table_and_last_line(monkeypatch, capsys):
     assert "10000000 tokens would take" in result["skipped"][0]
 
 
+def test_nothing_is_measured_cold(monkeypatch):
+    """The start of a process must decide neither a speed nor whether the long context fits."""
+    monkeypatch.setitem(bench.SIZES, "3m", TINY)
+    plain = GPNForCausalLM.forward
+    calls = []
+
+    def slow_at_first(self, *args, **kwargs):
+        calls.append(self)
+        time.sleep(0.5 if calls.count(self) <= 2 else 0)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPNForCausalLM, "forward", slow_at_first)
+    result = bench_generate(
+        BenchGenerateConfig(
+            size="3m", contexts=[3], batch_sizes=[1], dtypes=["float32"], new_tokens=2,
+            long_context=40, long_context_limit_s=1.0,
+        )
+    )  # fmt: skip
+    assert result["skipped"] == []
+    gpn = [r for r in result["rows"] if r["model"] == "gpn"]
+    assert [r["context_tokens"] for r in gpn] == [3, 40]
+    assert all(r["prompt_tokens_per_s"] > 12 for r in gpn)
+
+
 def test_reading_is_timed_in_seconds():
     assert 1e-7 < read_seconds(1 << 20, torch.device("cpu")) < 1
 
@@ -66,6 +91,8 @@ def test_reading_is_timed_in_seconds():
         ({"batch_sizes": [0]}, "batch_sizes holds 0"),
         ({"dtypes": ["int8"]}, "dtypes holds 'int8'"),
         ({"new_tokens": 1}, "new_tokens is 1"),
+        ({"long_context": -5}, "long_context is -5"),
+        ({"seed": -1}, "seed is -1"),
     ],
 )
 def test_bad_values(values, message):

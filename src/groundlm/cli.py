@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 import json
 import logging
 import re
@@ -106,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name is None:
             raise UserError(f"unknown command {arguments[0]!r}{nearest(arguments[0], COMMANDS)}")
         _quiet()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter shows a "?"
+            sys.stdout.reconfigure(errors="replace")
         command = COMMANDS[name]
         module = importlib.import_module(command.module)
         config_class = getattr(module, command.config)
@@ -291,6 +294,9 @@ def _readable(message: str, config_class: type) -> str:
             known += [f.name for entry in get_args(kind) if dataclasses.is_dataclass(entry)
                       for f in dataclasses.fields(entry)]  # fmt: skip
         return f"unknown key {match[1]}{nearest(match[1], known)}"
+    if match := re.search(r"argument (--[\w.]+): expected one argument", message):
+        flag = match[1].replace("_", "-")
+        return f"{flag} needs a value; one that begins with a dash is given as {flag}=VALUE"
     message = re.sub(r"Expected a typing\.Literal\[(.*?)\]\. Got value: ",
                      r"expected one of \1, got ", message)  # fmt: skip
     message = re.sub(r"Problem with given class_path '[\w.]+': ", "", " ".join(message.split()))

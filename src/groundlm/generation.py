@@ -14,7 +14,11 @@ import torch
 
 from groundlm.errors import UserError
 from groundlm.model.state import GPNState
+from groundlm.model.state_file import check_writable
 from groundlm.writer import Sampling, Writer, check_unicode
+
+SEEDS = 1 << 64
+"""Seeds that torch tells apart."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class GenerateConfig:
     model: str
     """Folder of the model, with its tokenizer beside the weights."""
     prompt: str = ""
-    """Text to continue; empty starts with the tokenizer's BOS token, or else its EOS token."""
+    """Text to continue; empty starts with the tokenizer's BOS token, or else its EOS token. A text
+    that begins with a dash is given as --prompt=TEXT."""
     prompts_file: str | None = None
     """File of prompts instead: one a line, or JSON lines with a field `prompt` if it ends in
     .jsonl."""
@@ -42,7 +47,8 @@ class GenerateConfig:
     """Sample among the most likely tokens that hold this share of the probability; 1 means all,
     0 the most likely only."""
     seed: int = 0
-    """Seed of the sampling: the same seed gives the same text."""
+    """Seed of the sampling: the same seed gives the same texts, for the same prompts in batches of
+    the same size (the texts of a batch share one stream of random numbers)."""
     num_samples: int = 1
     """Continuations of each prompt."""
     batch_size: int = 16
@@ -50,7 +56,8 @@ class GenerateConfig:
     state_in: str | None = None
     """State file to go on from (GPN only); its one row serves all prompts, or it has one each."""
     state_out: str | None = None
-    """Write the state after each printed text to this file (GPN only)."""
+    """Write the state after each printed text to this file, or with `interactive` the state at the
+    end (GPN only)."""
     interactive: bool = False
     """Type, and let the model go on; `:help` lists the commands (GPN only)."""
     dtype: str = "auto"
@@ -65,6 +72,8 @@ class GenerateConfig:
         for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least {low}")
+        if self.seed >= SEEDS:
+            raise UserError(f"seed is {self.seed}: it must be below 2^64")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature is {self.temperature}: it must be a number from 0 up")
         if not 0 <= self.top_p <= 1:
@@ -74,6 +83,8 @@ class GenerateConfig:
             raise UserError("prompt and prompts_file are both given: choose one")
         if self.interactive and self.prompts_file is not None:
             raise UserError("interactive and prompts_file are both given: choose one")
+        if self.interactive and self.num_samples > 1:
+            raise UserError("interactive and num_samples are both given: choose one")
 
 
 def run_generate(config: GenerateConfig) -> None:
@@ -82,6 +93,8 @@ def run_generate(config: GenerateConfig) -> None:
     Raises:
         UserError: a model, tokenizer, state or prompt file that cannot be used, by name.
     """
+    if config.state_out is not None:
+        check_writable(config.state_out)
     prompts = [config.prompt]
     if config.prompts_file is not None:
         prompts = list(read_prompts(Path(config.prompts_file)))
@@ -94,7 +107,10 @@ def run_generate(config: GenerateConfig) -> None:
     if config.interactive:
         from groundlm.interactive import Session
 
-        Session(writer, state, config.prompt).run(sys.stdin, sys.stdout)
+        session = Session(writer, state, config.prompt)
+        session.run(sys.stdin, sys.stdout)
+        if config.state_out is not None:
+            writer.save_state(session.present(), config.state_out)
     elif len(prompts) == config.num_samples == 1:
         _write_one(writer, prompts[0], state, config.state_out)
     else:
@@ -104,10 +120,11 @@ def run_generate(config: GenerateConfig) -> None:
 def read_prompts(path: Path) -> Iterator[str]:
     """Prompts of a text file (one a line, without its line break) or of JSON lines.
 
-    Raises `UserError` naming the file, and the line that holds no `prompt`.
+    A byte order mark at the start is no part of the first prompt. Raises `UserError` naming the
+    file, and the line that holds no `prompt` or none that is valid Unicode.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts file {path} cannot be read: {error}") from None
     if lines[-1] == "":
@@ -120,10 +137,11 @@ def read_prompts(path: Path) -> Iterator[str]:
             continue
         try:
             prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             prompt = None
         if not isinstance(prompt, str):
             raise UserError(f"{path} line {number} is no JSON object with a text `prompt`")
+        check_unicode(prompt, f"{path} line {number}")
         yield prompt
 
 
@@ -145,6 +163,7 @@ def _write_many(
 ) -> None:
     _check_rows(state, len(prompts))
     jobs = [(p, i) for i, p in enumerate(prompts) for _ in range(config.num_samples)]
+    ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
     states, new_tokens, began_s = [], 0, time.perf_counter()
     for first in range(0, len(jobs), config.batch_size):
         chunk = jobs[first : first + config.batch_size]
@@ -155,7 +174,8 @@ def _write_many(
             [p for p, _ in chunk], start, keep_state=config.state_out is not None
         )
         for text in texts:
-            print(json.dumps({"prompt": text.prompt, "text": text.new_text}, ensure_ascii=False))
+            line = {"prompt": text.prompt, "text": text.new_text}
+            print(json.dumps(line, ensure_ascii=ascii_only))
             new_tokens += text.new_tokens
             states.append(text.state)
     sys.stdout.flush()

@@ -19,7 +19,8 @@ An empty line lets the model go on without new text.
   :branch       list the names kept
   :state        norm of the state, tokens seen, most likely next tokens
   :help         this text
-  :quit         leave (so does the end of input)"""
+  :quit         leave (so does the end of input)
+Ctrl-C stops a continuation and returns to the state before its line."""
 
 TOP = 5
 """Most likely next tokens that `:state` lists."""
@@ -37,7 +38,7 @@ class Session:
         self.branches: dict[str, GPNState | None] = {}
 
     def run(self, lines: TextIO, out: TextIO) -> None:
-        """Read lines until `:quit` or their end; a mistake costs one line and nothing else."""
+        """Read lines until `:quit`, their end or Ctrl-C; a mistake costs one line, nothing else."""
         if self.prompt:
             out.write(self.prompt)
             self.go_on(self.prompt, out)
@@ -45,7 +46,11 @@ class Session:
             if lines.isatty():
                 out.write("> ")
             out.flush()
-            line = lines.readline()
+            try:
+                line = lines.readline()
+            except KeyboardInterrupt:
+                out.write("\n")
+                return
             if not line:
                 return
             line = line.removesuffix("\n").removesuffix("\r")
@@ -58,7 +63,13 @@ class Session:
                 print(f"error: {error}", file=out)
 
     def go_on(self, text: str, out: TextIO) -> None:
-        """Read the text, then write on."""
+        """Read the text, then write on; Ctrl-C stops it and leaves the state as it was."""
+        try:
+            self._continue(text, out)
+        except KeyboardInterrupt:
+            print("\nstopped: back to the state before this line", file=out)
+
+    def _continue(self, text: str, out: TextIO) -> None:
         written = self.writer.continue_text(text, self.state, stream=out, keep_state=True)
         self.state = written.state
         out.write("\n")
@@ -70,7 +81,7 @@ class Session:
         if word in (":save", ":load") and not argument:
             raise UserError(f"{word} needs a file name")
         if word == ":save":
-            self.writer.save_state(self._present(), argument)
+            self.writer.save_state(self.present(), argument)
             print(f"saved to {argument}", file=out)
         elif word == ":load":
             state = self.writer.load_state(argument)
@@ -100,16 +111,20 @@ class Session:
             self.branches[name] = self.state
             print(f"kept as {name}", file=out)
 
-    def _present(self) -> GPNState:
+    def present(self) -> GPNState:
+        """The state that the next line is read on top of."""
         return self.writer.gpn.model.zero_state(1) if self.state is None else self.state
 
     @torch.inference_mode()
     def _describe(self, out: TextIO) -> None:
-        state = self._present()
+        state = self.present()
         norms = f"norm {state.predicted_BD.norm():.4g}"
         if state.memory_BHKV is not None:
             norms += f", memory norm {state.memory_BHKV.norm():.4g}"
         print(f"{norms}, tokens seen {int(state.tokens_seen[0])}", file=out)
-        shares, ids = self.writer.gpn.next_logits(state)[0].softmax(-1).topk(TOP)
+        logits_W = self.writer.gpn.next_logits(state)[0]
+        unused = self.writer.unused_ids()
+        logits_W[unused] = -torch.inf
+        shares, ids = logits_W.softmax(-1).topk(min(TOP, len(logits_W) - len(unused)))
         for share, token in zip(shares.tolist(), ids.tolist(), strict=True):
             print(f"  {share:7.2%}  {self.writer.tokenizer.decode([token])!r}", file=out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from groundlm.errors import UserError, nearest
@@ -87,13 +84,6 @@ def resolve_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError):
         raise UserError(f"device {name!r} is not available here") from None
     return device
-
-
-def load_model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies in a folder on disk."""
-    if not Path(folder, "tokenizer.json").is_file():
-        raise UserError(f"no tokenizer in {folder}: tokenizer.json is missing")
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import BaseStreamer
 
 from groundlm.data.tokenizer import load_tokenizer, vocabulary_size
@@ -17,6 +17,9 @@ from groundlm.model.loading import load_model
 from groundlm.model.modeling import GPNForCausalLM
 from groundlm.model.state import GPNState
 from groundlm.models import resolve_device
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it the most likely token is taken: float32 could tell no other, and might overflow."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Sampling:
     def arguments(self) -> dict[str, Any]:
         """The same for transformers' `generate`, whose own defaults (top_k 50) stay out."""
         chosen: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": 1}
-        if self.temperature == 0 or self.top_p == 0 or self.top_k == 1:
+        if self.temperature < LEAST_TEMPERATURE or self.top_p == 0 or self.top_k == 1:
             return chosen | {"do_sample": False}
         return chosen | {
             "do_sample": True,
@@ -69,6 +72,7 @@ class Writer:
     ) -> Writer:
         """The model and the tokenizer of a folder; raises `UserError` as their loaders do."""
         model = load_model(folder, dtype, resolve_device(device))
+        model.generation_config = GenerationConfig()  # `sampling` alone decides, not the folder
         if isinstance(model, GPNForCausalLM):
             model.scan_backend = scan
         return cls(model, load_tokenizer(folder), sampling)
@@ -84,14 +88,19 @@ class Writer:
             kind = self.model.config.model_type
             raise UserError(f"states and the interactive mode need a gpn, this model is a {kind}")
 
+    def unused_ids(self) -> list[int]:
+        """Rows of the embedding that stand for no token (a padded vocabulary): never written."""
+        size = self.model.get_input_embeddings().weight.shape[0]
+        return list(range(vocabulary_size(self.tokenizer), size))
+
     def load_state(self, path: str | Path) -> GPNState:
         """A state of this model from a file, on the model's device."""
-        return GPNState.load(path, self.gpn.config, self.model.device)
+        return GPNState.load(path, self.gpn, self.model.device)
 
     def save_state(self, state: GPNState | None, path: str | Path) -> None:
-        """Write a state with the sizes of this model beside it."""
+        """Write a state of this model."""
         if state is not None:
-            state.save(path, config=self.gpn.config)
+            state.save(path, model=self.gpn)
 
     def encode(self, text: str, goes_on: bool = False) -> list[int]:
         """Token ids; a text that goes on from a state gets no special token of its own.
@@ -145,11 +154,8 @@ class Writer:
         real_BT = ended_BT.cumsum(1) - ended_BT == 0  # up to and with the first EOS
         states = None
         if keep_state:
-            if reached is None or not bool(real_BT.all()):
-                reached, unread_BT = state, torch.cat([mask_BT.bool(), real_BT], 1)
-            else:
-                unread_BT = real_BT[:, reached.positions_seen - ids_BT.shape[1] :]
-            states = self._state_after(written_BT[:, -unread_BT.shape[1] :], unread_BT, reached)
+            whole_BT = torch.cat([mask_BT.bool(), real_BT], 1)
+            states = self._states_after(written_BT, whole_BT, state, reached)
         counts = real_BT.sum(1).tolist()
         return [
             Text(
@@ -167,21 +173,39 @@ class Writer:
         """Prompts with what was written, and the state before the last token of a GPN."""
         if self.sampling.max_new_tokens == 0:
             return ids_BT, None
-        size = self.model.get_input_embeddings().weight.shape[0]
-        # Rows of the embedding that stand for no token (a padded vocabulary) are never written.
-        unused = list(range(vocabulary_size(self.tokenizer), size))
         out = self.model.generate(
             ids_BT,
             attention_mask=mask_BT,
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.eos_token_id,
-            suppress_tokens=unused or None,
+            suppress_tokens=self.unused_ids() or None,
             streamer=streamer,
             return_dict_in_generate=True,
             **({} if state is None else {"state": state}),
             **self.sampling.arguments(),
         )
         return out.sequences, out.cache if isinstance(out.cache, GPNState) else None
+
+    def _states_after(
+        self, ids_BT: Tensor, real_BT: Tensor, start: GPNState | None, reached: GPNState | None
+    ) -> GPNState | None:
+        """The state after the real tokens of each row; `reached` lacks the last column.
+
+        It went on past the end of texts that ended before others: these alone are read again.
+        """
+        if reached is None:  # nothing was written
+            return self._state_after(ids_BT, real_BT, start)
+        states = self._state_after(ids_BT[:, -1:], real_BT[:, -1:], reached)
+        early = (~real_BT[:, -1]).nonzero().squeeze(1)
+        if states is None or not len(early):
+            return states
+        if start is not None and start.batch_size > 1:
+            start = start.rows(early)
+        again = self._state_after(ids_BT[early], real_BT[early], start)
+        assert again is not None
+        places = torch.arange(len(ids_BT), device=early.device)
+        places[early] = len(ids_BT) + torch.arange(len(early), device=early.device)
+        return GPNState.concatenate([states, again]).rows(places)
 
     def _state_after(
         self, ids_BT: Tensor, real_BT: Tensor, start: GPNState | None
@@ -208,12 +232,12 @@ class Writer:
         )
 
 
-def check_unicode(prompt: str) -> None:
+def check_unicode(prompt: str, where: str = "the prompt") -> None:
     """Raise `UserError` for a prompt that no tokenizer can take (half of a surrogate pair)."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is no valid Unicode at character {error.start}") from None
+        raise UserError(f"{where} is no valid Unicode at character {error.start}") from None
 
 
 def decode_after(tokenizer: PreTrainedTokenizerFast, context: list[int], ids: list[int]) -> str:

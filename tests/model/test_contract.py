@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from groundlm import GPNState, UserError
+from groundlm.model import cell, products
 
 V = 61
 CLOSE = {"rtol": 0, "atol": 1e-9}
@@ -51,7 +52,7 @@ def test_window_equals_steps(m, ids, time):
         parts.append(out.logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole.logits, **CLOSE)
     assert_same_state(state, whole.state)
-    assert state.positions_seen == whole.state.positions_seen == time
+    assert state.get_seq_length() == whole.state.get_seq_length() == time
 
 
 @pytest.mark.parametrize("cuts", [[1, 69], [33, 37], [5, 30, 35]])
@@ -98,6 +99,53 @@ def test_rows_do_not_influence_each_other(m, ids, time):
     embedded = m.get_input_embeddings()(x).detach().clone()
     embedded[1] = float("nan")
     torch.testing.assert_close(m(inputs_embeds=embedded).logits[[0, 2, 3, 4]], out[[0, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_alone_and_in_a_batch(m, ids, dtype):
+    """Also the precision that people use; greedy tokens are those of the row alone."""
+    m.to(dtype)
+    x = ids(7, 20)
+    out = m(x).logits
+    close = CLOSE if dtype == torch.float64 else {"rtol": 0, "atol": 1e-5}
+    greedy = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    together = m.generate(x, **greedy)
+    assert len({tuple(row) for row in together[:, 20:].tolist()}) > 1
+    for i in range(7):
+        torch.testing.assert_close(out[i], m(x[i : i + 1]).logits[0], **close)
+        assert torch.equal(together[i], m.generate(x[i : i + 1], **greedy)[0])
+
+
+@pytest.mark.parametrize("time", [6, 20])
+def test_masked_embeddings_reach_no_gradient(m, ids, time):
+    x = ids(2, time)
+    mask = torch.ones_like(x)
+    mask[0, :3] = 0
+    clean = m.get_input_embeddings()(x).detach()
+    ends = []
+    for filler in (0.0, float("nan")):
+        m.zero_grad()
+        embedded = clean.clone()
+        embedded[0, :3] = filler
+        embedded.requires_grad_()
+        logits = m(inputs_embeds=embedded, attention_mask=mask).logits
+        logits[:, -1].square().sum().backward()
+        grads = {k: p.grad.clone() for k, p in m.named_parameters() if p.grad is not None}
+        ends.append(grads | {"inputs_embeds": embedded.grad, "logits": logits[:, -1].detach()})
+    assert_same_gradients(*ends)
+
+
+def test_large_products_follow_autocast(monkeypatch):
+    """With and without gradients alike, whatever library the processor prefers."""
+    monkeypatch.setattr(products, "prefers_onednn", products.has_mkldnn)
+    torch.manual_seed(0)
+    weight, x = torch.randn(1100, 1100), torch.randn(3, 1100)
+    assert weight.numel() >= cell.LARGE_WEIGHT
+    plain = x.bfloat16() @ weight.bfloat16().T
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            assert torch.equal(cell.linear(x, weight), plain.float())
+        assert torch.equal(cell.linear(x, weight), plain.float())
 
 
 @pytest.mark.parametrize("lengths", [(7, 9), (20, 25)])
@@ -193,9 +241,10 @@ def test_accumulation_equals_the_unsplit_batch(m, ids):
     assert_same_gradients(whole, gradients(m))
 
 
-def test_no_targets_at_all(m, ids):
+@pytest.mark.parametrize("count", [None, 0, torch.tensor(0), torch.tensor(0.0)])
+def test_no_targets_at_all(m, ids, count):
     x = ids(2, 9)
-    loss = m(x, labels=torch.full_like(x, -100)).loss
+    loss = m(x, labels=torch.full_like(x, -100), num_items_in_batch=count).loss
     loss.backward()
     assert loss == 0
     assert all((p.grad == 0).all() for p in m.parameters())
@@ -282,11 +331,14 @@ def test_bf16_weights_keep_a_float32_state(tiny, kind, ids):
 
 
 def test_compiled_step(m, ids):
-    step = torch.compile(m, backend="eager", fullgraph=True)
-    x, state = ids(2, 6), None
+    """More steps than torch recompiles; a number that it held fast would raise, not slow down."""
+    torch._dynamo.reset()
+    step = torch.compile(m, backend="eager", fullgraph=True, dynamic=False)
+    steps = torch._dynamo.config.recompile_limit + 4
+    x, state = ids(2, 2 + steps), None
     with torch.no_grad():
         state = m(x[:, :2]).state
-        for t in range(2, 6):
+        for t in range(2, 2 + steps):
             out = step(input_ids=x[:, t : t + 1], state=state, use_cache=True)
             state = out.state
         whole = m(x)
@@ -297,9 +349,13 @@ def test_compiled_step(m, ids):
 BAD_CALLS = {
     "token id 61 is outside the vocabulary of 61": lambda m, x: m(x.clone().fill_(61)),
     "token id -3 is outside": lambda m, x: m(x.clone().fill_(-3)),
-    "expected whole numbers": lambda m, x: m(x.float()),
+    "input_ids is torch.float32, expected whole numbers": lambda m, x: m(x.float()),
+    "input_ids is torch.bool": lambda m, x: m(x > 3),
+    "input_ids is torch.int8": lambda m, x: m(x.to(torch.int8)),
     "exactly one of input_ids": lambda m, x: m(),
     r"input_ids has shape \(9,\)": lambda m, x: m(x[0]),
+    r"input_ids has shape \(0, 9\)": lambda m, x: m(x[:0]),
+    r"inputs_embeds has shape \(2, 0, 11\)": lambda m, x: m(inputs_embeds=torch.zeros(2, 0, 11)),
     r"inputs_embeds has shape \(2, 9, 7\)": lambda m, x: m(inputs_embeds=torch.zeros(2, 9, 7)),
     r"attention_mask has shape \(2, 4\)": lambda m, x: m(x, attention_mask=x[:, :4]),
     r"attention_mask has shape \(1, 9\)": lambda m, x: m(x, attention_mask=x[:1]),
@@ -312,6 +368,18 @@ BAD_CALLS = {
     r"resets has shape \(2, 3\)": lambda m, x: m(x, resets=x[:, :3] > 0),
     "give one of resets": lambda m, x: m(x, resets=x > 0, position_ids=x),
     r"labels have shape \(2, 3\)": lambda m, x: m(x, labels=x[:, :3]),
+    "label 61 is outside the vocabulary of 61": lambda m, x: m(x, labels=x.clone().fill_(61)),
+    "label -5 is outside": lambda m, x: m(x, labels=x.clone().fill_(-5)),
+    "labels is torch.float64, expected": lambda m, x: m(x, labels=x.double()),
+    "logits_to_keep holds position 9, there are 9": lambda m, x: m(
+        x, logits_to_keep=torch.tensor([2, 9])
+    ),
+    "logits_to_keep is -1": lambda m, x: m(x, logits_to_keep=-1),
+    "cu_seqlens is a list": lambda m, x: m(x[:1], cu_seqlens=[0, 9]),
+    r"cu_seqlens is torch.int64 of shape \(1, 2\)": lambda m, x: m(
+        x[:1], cu_seqlens=torch.tensor([[0, 9]])
+    ),
+    "resets is a list": lambda m, x: m(x, resets=[[True] * 9] * 2),
     "goes on from a GPNState": lambda m, x: m(x, past_key_values=(x,)),
 }
 

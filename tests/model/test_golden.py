@@ -69,7 +69,7 @@ def test_any_split_with_the_state_handed_on(golden, cuts):
         torch.testing.assert_close(
             getattr(state, name), getattr(whole.state, name), **TOLERANCE
         ) if getattr(state, name) is not None else None
-    assert state.positions_seen == 19
+    assert state.get_seq_length() == 19
 
 
 def test_loss_with_the_usual_shift(golden):

@@ -1,8 +1,13 @@
 """The state as an object: rows, files, and what it refuses."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from groundlm import GPNState, UserError
 
@@ -69,7 +74,16 @@ def test_rows(state, index, rows):
 
 @pytest.mark.parametrize(
     ("index", "message"),
-    [(4, "row 4 is not there: the state has 4 rows"), ([-5], "row -5"), ([True], "1 booleans")],
+    [
+        (4, "row 4 is not there: the state has 4 rows"),
+        ([-5], "row -5"),
+        ([True], "1 booleans"),
+        (1.5, "by whole numbers or booleans, not by 1.5"),
+        ([0.7], "by whole numbers"),
+        ([[0, 1], [1, 0]], "by whole numbers"),
+        (None, "by whole numbers"),
+        ("all", "by whole numbers"),
+    ],
 )
 def test_rows_that_are_not_there(state, index, message):
     with pytest.raises(UserError, match=message):
@@ -85,6 +99,8 @@ def test_concatenate_and_repeat(state, tiny):
         GPNState.concatenate([state, other])
     with pytest.raises(UserError, match="no state"):
         GPNState.concatenate([])
+    with pytest.raises(UserError, match="repeated -1 times"):
+        state.repeat(-1)
 
 
 def test_to_and_detach(state):
@@ -105,16 +121,16 @@ def test_a_float32_state_serves_a_float64_model(m, state, ids):
 
 def test_save_and_load(m, state, tmp_path):
     path = tmp_path / "state.safetensors"
-    state.save(path, config=m.config)
-    assert_equal(GPNState.load(path, m.config), state)
+    state.save(path, model=m)
+    assert_equal(GPNState.load(path, m), state)
     first_bytes = path.read_bytes()
-    state.save(path, config=m.config)
+    state.save(path, model=m)
     assert path.read_bytes() == first_bytes
     whole = path.stat().st_size
-    state.save(path, rows=[2, 0], config=m.config)
-    assert_equal(GPNState.load(path, m.config), state.rows([2, 0]))
+    state.save(path, rows=[2, 0], model=m)
+    assert_equal(GPNState.load(path, m), state.rows([2, 0]))
     assert path.stat().st_size < 0.75 * whole
-    state.rows(1).save(path)  # without the model's configuration: the state's own sizes
+    state.rows(1).save(path)  # without the model: the state's own sizes
     assert_equal(GPNState.load(path), state.rows(1))
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -122,14 +138,35 @@ def test_save_and_load(m, state, tmp_path):
 @pytest.mark.parametrize("size", [{"state_size": 21}, {"vocab_size": 62}, {"ffn_size": 24}])
 def test_a_state_of_another_model_is_refused(m, state, tiny, tmp_path, size):
     path = tmp_path / "state.safetensors"
-    state.save(path, config=m.config)
+    state.save(path, model=m)
     other = tiny(**{"num_heads": m.config.num_heads, "num_layers": m.config.num_layers} | size)
     name, value = next(iter(size.items()))
     have = getattr(m.config, name)
     message = f"state .* is of another model: its {name} is {have}, this model has {value}"
     with pytest.raises(UserError, match=message) as caught:
-        GPNState.load(path, other.config)
+        GPNState.load(path, other)
     assert "\n" not in str(caught.value)
+
+
+def test_a_state_of_other_weights_is_refused(m, state, tiny, tmp_path):
+    """Sizes alone do not make it the same model; nor does training change the sizes."""
+    path = tmp_path / "state.safetensors"
+    state.save(path, model=m)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):  # of the same weights
+        GPNState.load(path, m.to(dtype))
+    GPNState.load(path, m.model)
+    sizes = {"num_heads": m.config.num_heads, "num_layers": m.config.num_layers}
+    other = tiny(seed=1, **sizes)
+    for model in (other, other.model):
+        with pytest.raises(UserError, match="of another model: it was written with other weights"):
+            GPNState.load(path, model)
+    x = torch.randint(1, 61, (2, 9))
+    m.to(torch.float32)(x, labels=x).loss.backward()
+    torch.optim.AdamW(m.parameters(), lr=1e-3).step()
+    with pytest.raises(UserError, match="other weights"):
+        GPNState.load(path, m)
+    state.save(path)
+    GPNState.load(path, other)
 
 
 def test_a_state_of_other_heads_is_refused_by_forward(tiny, ids):
@@ -158,8 +195,106 @@ def test_damaged_files_are_named(m, state, tmp_path):
     state.map(lambda t: t / 0 if t.is_floating_point() else t).save(path)
     with pytest.raises(UserError, match="has numbers that are not finite"):
         GPNState.load(path)
-    with pytest.raises(UserError, match="cannot be written"):
-        state.save(tmp_path / "no" / "folder")
+    for target, reason in ((tmp_path / "no" / "folder", "No such file"), (tmp_path, "Is a dir")):
+        message = f"state {target} cannot be written: {reason}"
+        with pytest.raises(UserError, match=message) as caught:
+            state.save(target)
+        assert "partial" not in str(caught.value)
+
+
+def change(**values: object) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Put other tensors into a file, or leave some out (None)."""
+
+    def apply(tensors: dict[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            tensors.pop(name, None)
+            if value is not None:
+                tensors[name] = value
+
+    return apply
+
+
+def long(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+DAMAGED_TENSORS = {
+    "extra is no part of it": change(extra=torch.zeros(1)),
+    "it has no predicted_BD": change(predicted_BD=None),
+    "it has no memory_BHKV": change(memory_BHKV=None),
+    "it has no tokens_seen": change(tokens_seen=None),
+    r"predicted_BD has shape \(20,\), expected \(1, 20\)": change(predicted_BD=torch.zeros(20)),
+    r"predicted_BD has shape \(1, 9\)": change(predicted_BD=torch.zeros(1, 9)),
+    r"grounded_BD has shape \(1, 9\), expected \(1, 20\)": change(grounded_BD=torch.zeros(1, 9)),
+    r"grounded_BD has shape \(2, 20\)": change(grounded_BD=torch.zeros(2, 20)),
+    r"memory_BHKV has shape \(1, 5, 3, 7\), expected \(1, 3, 5, 7\)": change(
+        memory_BHKV=torch.zeros(1, 5, 3, 7)
+    ),
+    r"tokens_seen has shape \(3,\), expected \(1,\)": change(tokens_seen=long(1, 2, 3)),
+    r"text_hash_B has shape \(3,\)": change(text_hash_B=long(1, 2, 3)),
+    "predicted_BD is torch.int32": change(predicted_BD=torch.zeros(1, 20, dtype=torch.int32)),
+    "grounded_BD is torch.float16": change(grounded_BD=torch.zeros(1, 20, dtype=torch.float16)),
+    "tokens_seen is torch.float32, expected torch.int64": change(tokens_seen=torch.zeros(1)),
+    "tokens_seen counts below 0": change(tokens_seen=long(-4)),
+    "grounded_BD has numbers that are not finite": change(
+        grounded_BD=torch.full((1, 20), torch.inf)
+    ),
+}
+DAMAGED_FACTS = [
+    "{", "[]", "{}", "[" * 100_000, '{"state_size": 20}', '{"num_heads": 0}',
+    '{"state_size": 20, "num_heads": 0, "depth": 3}', '{"state_size": "20", "num_heads": 0}',
+    '{"state_size": 20, "num_heads": 3}', '{"state_size": 20, "num_heads": 0, "weights": 3}',
+]  # fmt: skip
+
+
+@pytest.fixture
+def file(tiny, ids, tmp_path) -> Path:
+    """One row of the float32 model with a memory, in a file that says so."""
+    model = tiny(dtype=torch.float32)
+    model(ids(1, 5)).state.save(tmp_path / "state", model=model)
+    return tmp_path / "state"
+
+
+def refused(file: Path, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        GPNState.load(file)
+    assert "\n" not in str(caught.value)
+    assert f"state {file} is damaged: " in str(caught.value)
+
+
+@pytest.mark.parametrize("message", DAMAGED_TENSORS)
+def test_a_tensor_that_does_not_belong_is_named(file, message):
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    DAMAGED_TENSORS[message](tensors)
+    save_file(tensors, file, metadata)
+    refused(file, message)
+
+
+@pytest.mark.parametrize("facts", DAMAGED_FACTS, ids=lambda text: text[:40])
+def test_sizes_that_make_no_sense(file, facts):
+    save_file(load_file(file), file, {"groundlm-state": facts})
+    refused(file, "does not hold the sizes of a GPN state")
+
+
+def test_sizes_of_a_file_are_held_against_its_tensors(file):
+    facts = {"state_size": 21, "num_heads": 3, "head_k_dim": 5, "head_v_dim": 7}
+    save_file(load_file(file), file, {"groundlm-state": json.dumps(facts)})
+    refused(file, r"has shape \(1, 20\), expected \(1, 21\)")
+    save_file(load_file(file), file, {"groundlm-state": '{"state_size": 20, "num_heads": 0}'})
+    refused(file, "memory_BHKV is no part of it")
+
+
+def test_everything_of_a_state_is_kept(m, ids, tmp_path):
+    """Also what was read before the last `generate`, and tensors that share their numbers."""
+    x = ids(2, 5)
+    start = m(ids(2, 4)).state
+    for new in (1, 3):
+        g = m.generate(x[:, :0], state=start, max_new_tokens=new, return_dict_in_generate=True)
+        g.cache.save(tmp_path / "state", model=m)
+        assert g.cache.hash_before_B is not None
+        assert_equal(GPNState.load(tmp_path / "state", m), g.cache)
 
 
 def test_a_state_cannot_be_rewound(state):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from groundlm import UserError
 from groundlm.ops import linear_cross_entropy
 from groundlm.ops.linear_cross_entropy import shift_targets
 
@@ -35,6 +36,14 @@ def test_value_and_gradients(monkeypatch, rows, ignored, slice_logits):
     wanted = torch.autograd.grad(3 * expected, [hidden, weight])
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_labels_out_of_range():
+    hidden, weight, targets = problem(6)
+    for bad in (13, -1):
+        targets[3] = bad
+        with pytest.raises(UserError, match=f"label {bad} is outside the vocabulary of 13"):
+            linear_cross_entropy(hidden, weight, targets)
 
 
 def test_extreme_logits_stay_finite():

@@ -29,6 +29,8 @@ MEMORY_BUFFER_BYTES = 1 << 29
 """Buffer by which main memory is timed: larger than any cache."""
 PROMPT_CHUNK_TOKENS = 1024
 """Longest piece of a prompt read by one call, which bounds the memory for activations."""
+WARM_UP_TOKENS, WARM_UP_STEPS = 64, 3
+"""What is read and walked before anything is measured."""
 
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "130m": (
@@ -85,6 +87,9 @@ class BenchGenerateConfig:
         for dtype in self.dtypes:
             if dtype not in ("float32", "bfloat16"):
                 raise UserError(f"dtypes holds {dtype!r}: choose among float32, bfloat16")
+        for name in ("long_context", "seed"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 0")
         if self.new_tokens < 2:
             raise UserError(f"new_tokens is {self.new_tokens}: it must be at least 2")
 
@@ -201,6 +206,7 @@ class _Bench:
         self.reading_s = 0.0
 
     def run(self) -> list[Row]:
+        self._warm_up()
         kept = {}
         for context in sorted(self.config.contexts):
             self._read_up_to(context)
@@ -237,6 +243,14 @@ class _Bench:
                     )
                 )
         return rows
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """One read and a few steps that nobody measures: the first ones of a process are slow."""
+        ids = torch.zeros(1, WARM_UP_TOKENS, dtype=torch.int64, device=self.model.device)
+        cache = None
+        for part in (ids, *(ids[:, :1] for _ in range(WARM_UP_STEPS))):
+            cache = self.model(part, cache=cache, use_cache=True, logits_to_keep=1).cache
 
     @torch.inference_mode()
     def _read_up_to(self, context: int) -> None:

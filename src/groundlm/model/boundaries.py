@@ -31,6 +31,24 @@ def refuse_unknown(given: dict[str, Any], known: tuple[str, ...], has_position_i
             raise UserError(f"{name} is given without position_ids: pass cu_seqlens or resets")
 
 
+def require_whole_numbers(name: str, ids: Tensor) -> None:
+    """Raise `UserError` for token ids or labels of a dtype that can hold no vocabulary."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise UserError(f"{name} is {ids.dtype}, expected whole numbers (int64 or int32)")
+
+
+def check_positions(logits_to_keep: int | Tensor, time: int) -> None:
+    """Raise `UserError` for a position that is not among the T given, or a count below 0."""
+    if not isinstance(logits_to_keep, Tensor):
+        if logits_to_keep < 0:
+            raise UserError(f"logits_to_keep is {logits_to_keep}: it must be at least 0")
+    elif logits_to_keep.numel() and not torch.compiler.is_compiling():
+        low, high = (int(x) for x in torch.aminmax(logits_to_keep))
+        if low < -time or high >= time:
+            bad = low if low < -time else high
+            raise UserError(f"logits_to_keep holds position {bad}, there are {time}")
+
+
 def window_mask(attention_mask: Tensor | None, batch: int, time: int) -> Tensor | None:
     """Bool [B, T] of the tokens that count, or None when all do."""
     if attention_mask is None:
@@ -64,9 +82,13 @@ def document_starts(
     """
     if resets is None and position_ids is None and cu_seqlens is None:
         return None, None
-    given = [x is not None for x in (resets, position_ids, cu_seqlens)]
-    if sum(given) > 1:
+    forms = {"resets": resets, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
+    given = {name: form for name, form in forms.items() if form is not None}
+    if len(given) > 1:
         raise UserError("give one of resets, position_ids and cu_seqlens: they say the same")
+    for name, form in given.items():
+        if not isinstance(form, Tensor):
+            raise UserError(f"{name} is a {type(form).__name__}, expected a tensor")
     if cu_seqlens is not None:
         return _from_cu_seqlens(cu_seqlens, batch, time)
     flags = resets
@@ -85,6 +107,9 @@ def document_starts(
 def _from_cu_seqlens(
     cu_seqlens: Tensor, batch: int, time: int
 ) -> tuple[Tensor | None, Tensor | None]:
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+        have = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        raise UserError(f"cu_seqlens is {have}, expected whole numbers in one dimension")
     bounds = [int(x) for x in cu_seqlens.tolist()]
     if batch != 1:
         raise UserError(f"cu_seqlens bounds the documents of one packed row, not of {batch} rows")

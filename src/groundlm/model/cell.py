@@ -118,7 +118,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     elif weight.dtype is torch.bfloat16 and x.numel() == weight.shape[1]:
         # One row: torch's matrix-vector kernel is up to twice as fast as its matrix kernel.
         y = torch.mv(weight, x.reshape(-1).to(torch.bfloat16)).view(*x.shape[:-1], -1)
-    elif weight.numel() >= LARGE_WEIGHT and not torch.is_grad_enabled():
+    elif (
+        weight.numel() >= LARGE_WEIGHT
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
         rows = x.reshape(-1, x.shape[-1])
         rows = rows if dtype is weight.dtype else rows.to(weight.dtype)
         y = product(rows, weight.T).reshape(*x.shape[:-1], -1)

@@ -21,7 +21,13 @@ from transformers.utils import ModelOutput, can_return_tuple
 from groundlm.errors import UserError
 from groundlm.model import cell
 from groundlm.model.alignment import align_weights
-from groundlm.model.boundaries import document_starts, refuse_unknown, window_mask
+from groundlm.model.boundaries import (
+    check_positions,
+    document_starts,
+    refuse_unknown,
+    require_whole_numbers,
+    window_mask,
+)
 from groundlm.model.config import GPNConfig
 from groundlm.model.generating import GPNGenerationMixin, same_state
 from groundlm.model.modules import Decode, Ground, Matrix, Memory, NormWeight, Predict, tensor_of
@@ -213,6 +219,9 @@ class GPNModel(GPNPreTrainedModel):
         mask_BT = window_mask(attention_mask, batch, time)
         if real_BT is not None:
             mask_BT = real_BT if mask_BT is None else mask_BT & real_BT
+        if mask_BT is not None and inputs_embeds is not None:
+            # Whatever stands there, NaN included, reaches neither the state nor a gradient.
+            embedded_BTE = torch.where(mask_BT.unsqueeze(-1), embedded_BTE, 0)
         start = self._start_state(same_state(cache, state, past_key_values), batch)
         g = self.ground
         token_BTD = cell.token_contribution(
@@ -236,16 +245,16 @@ class GPNModel(GPNPreTrainedModel):
             raise UserError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is not None:
             width = self.embedding.weight.shape[1]
-            if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width:
-                shape = tuple(inputs_embeds.shape)
-                raise UserError(f"inputs_embeds has shape {shape}, expected [batch, time, {width}]")
+            shape = tuple(inputs_embeds.shape)
+            if len(shape) != 3 or shape[2] != width or 0 in shape:
+                wanted = f"[batch >= 1, time >= 1, {width}]"
+                raise UserError(f"inputs_embeds has shape {shape}, expected {wanted}")
             return inputs_embeds
         assert input_ids is not None
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            shape = tuple(input_ids.shape)
-            raise UserError(f"input_ids has shape {shape}, expected [batch, time >= 1]")
-        if input_ids.is_floating_point():
-            raise UserError(f"input_ids is {input_ids.dtype}, expected whole numbers")
+        shape = tuple(input_ids.shape)
+        if len(shape) != 2 or 0 in shape:
+            raise UserError(f"input_ids has shape {shape}, expected [batch >= 1, time >= 1]")
+        require_whole_numbers("input_ids", input_ids)
         try:
             return self.embedding(input_ids)
         except IndexError:
@@ -357,7 +366,8 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
             labels: int64 [B, T], aligned with the inputs (the usual shift happens here); -100 is
                 not scored.
             shift_labels: targets already aligned with the logits; they overrule `labels`.
-            num_items_in_batch: divide the summed loss by this number, not by the targets here.
+            num_items_in_batch: divide the summed loss by this number (at least 1), not by the
+                targets here.
             logits_to_keep: only the last n positions (0: all), or the given positions.
             kwargs: as for `GPNModel.forward`: `resets`, `cu_seqlens`, `position_ids`, `state`,
                 `past_key_values`.
@@ -366,6 +376,10 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
             The loss (nats per scored token; 0 if nothing is scored), logits, state. In training
             mode with labels the logits are None: the loss is taken over slices of positions, so
             that [B, T, W] never exists.
+
+        Raises:
+            UserError: as `GPNModel.forward`; labels outside the vocabulary, positions that are not
+                there.
         """
         out = self.model(
             input_ids=input_ids,
@@ -388,6 +402,7 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
             loss = self._loss(predicted_BTD, targets_BT, num_items_in_batch)
         logits = None
         if loss is None or not self.training:
+            check_positions(logits_to_keep, predicted_BTD.shape[1])
             kept = slice_logits_to_keep(predicted_BTD, logits_to_keep)
             logits = cell.linear(self.model.decoder_hidden(kept), self.model.embedding.weight)
         hidden = (predicted_BTD,) if output_hidden_states else None
@@ -402,14 +417,14 @@ class GPNForCausalLM(GPNPreTrainedModel, GPNGenerationMixin):
     def _loss(
         self, predicted_BTD: Tensor, targets_BT: Tensor, num_items: Tensor | int | None
     ) -> Tensor:
-        targets_N = targets_BT.reshape(-1).to(predicted_BTD.device)
+        require_whole_numbers("labels", targets_BT)
+        targets_N = targets_BT.reshape(-1).to(predicted_BTD.device, torch.int64)
         hidden_NE = self.model.decoder_hidden(predicted_BTD).flatten(0, 1)
         total = linear_cross_entropy(hidden_NE, self.model.embedding.weight, targets_N)
         if num_items is None:
-            num_items = (targets_N != IGNORE_INDEX).sum().clamp_min(1)
-        elif torch.is_tensor(num_items):
-            num_items = num_items.to(total.device)
-        return total / num_items
+            num_items = (targets_N != IGNORE_INDEX).sum()
+        # Where nothing is scored, the sum and its gradients are 0, not 0 / 0.
+        return total / torch.as_tensor(num_items, device=total.device).clamp_min(1)
 
 
 AutoConfig.register("gpn", GPNConfig)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from groundlm.errors import UserError
-from groundlm.model.alignment import aligned
+from groundlm.model import state_file
 
 if TYPE_CHECKING:
-    from groundlm.model.config import GPNConfig
+    from transformers import PreTrainedModel
 
-FILE_KIND = "groundlm-state"
-MODEL_SIZES = ("vocab_size", "embedding_size", "ffn_size", "num_layers")
-"""Sizes that a state file names beside the state's own, when the configuration is at hand."""
+    from groundlm.model.config import GPNConfig
 
 
 @dataclass(eq=False)
@@ -42,8 +36,10 @@ class GPNState:
     """The matrix memory after the last write, [B, H, K, V]; None without memory."""
     tokens_seen: Tensor
     """Real tokens read so far by each row, int64 [B] (masked positions do not count)."""
-    positions_seen: int = 0
-    """Positions walked so far, masked ones included: the length that `generate` slices by."""
+    positions_seen: Tensor = None  # type: ignore[assignment]
+    """Positions walked so far by each row, masked ones included, int64 [B]: the length that
+    `generate` slices by, as many as tokens if left out. A tensor, so that one compiled step serves
+    every length."""
     text_hash_B: Tensor | None = None
     """Rolling hash of the tokens read, int64 [B] (see `text_hash`); None if unknown. By it
     `generate` tells sequences that begin with what the state has read from new tokens."""
@@ -55,6 +51,10 @@ class GPNState:
     is_compileable = False
     is_croppable = False
     is_linear = (False,)
+
+    def __post_init__(self) -> None:
+        if self.positions_seen is None:
+            self.positions_seen = self.tokens_seen.clone()
 
     @classmethod
     def zeros(
@@ -73,7 +73,7 @@ class GPNState:
             else torch.zeros(batch_size, *memory_shape, device=device, dtype=dtype)
         )
         seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        return cls(vector, vector.clone(), memory, seen, 0, seen.clone())
+        return cls(vector, vector.clone(), memory, seen, seen.clone(), seen.clone())
 
     @property
     def batch_size(self) -> int:
@@ -95,12 +95,15 @@ class GPNState:
         return sizes
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by field name."""
+        """What the state consists of, by field name: all but the count of positions walked."""
+        return {k: v for k, v in self._all_tensors().items() if k != "positions_seen"}
+
+    def _all_tensors(self) -> dict[str, Tensor]:
         return {k: v for k, v in vars(self).items() if torch.is_tensor(v)}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GPNState:
         """A new state with `function` applied to every tensor."""
-        changed: dict[str, Any] = {k: function(v) for k, v in self.tensors().items()}
+        changed: dict[str, Any] = {k: function(v) for k, v in self._all_tensors().items()}
         return replace(self, **changed)
 
     def clone(self) -> GPNState:
@@ -123,12 +126,15 @@ class GPNState:
         """The chosen rows, copied, in the given order: an index, indices, booleans or a slice.
 
         A row may be taken several times; a single index gives a batch of one. Raises `UserError`
-        for rows that are not there.
+        for rows that are not there and for anything else than whole numbers or booleans in a row.
         """
-        return self.map(_row_picker(index, self.batch_size, self.predicted_BD.device))
+        picked = _picked_rows(index, self.batch_size).to(self.predicted_BD.device)
+        return self.map(lambda t: t.index_select(0, picked))
 
     def repeat(self, times: int) -> GPNState:
         """Each row `times` times in a row, as `generate` lays out beams: [a, b] -> [a, a, b, b]."""
+        if times < 0:
+            raise UserError(f"rows cannot be repeated {times} times")
         return self.map(lambda t: t.repeat_interleave(times, 0))
 
     @staticmethod
@@ -142,11 +148,11 @@ class GPNState:
                 raise UserError(
                     f"states of two models cannot be one batch: {first.sizes} and {other.sizes}"
                 )
-        columns = {name: [vars(s)[name] for s in states] for name in first.tensors()}
+        columns = {name: [vars(s)[name] for s in states] for name in first._all_tensors()}
         columns = {k: v for k, v in columns.items() if all(t is not None for t in v)}
         joined: dict[str, Any] = {k: torch.cat(v) for k, v in columns.items()}
         joined = {"text_hash_B": None, "hash_before_B": None} | joined
-        return replace(first, positions_seen=max(s.positions_seen for s in states), **joined)
+        return replace(first, **joined)
 
     def check(self, config: GPNConfig) -> None:
         """Raise `UserError`, naming the first size that differs, if it is another model's state."""
@@ -156,68 +162,52 @@ class GPNState:
         self,
         path: str | Path,
         rows: int | slice | Sequence[int] | Tensor | None = None,
-        config: GPNConfig | None = None,
+        model: PreTrainedModel | None = None,
     ) -> None:
         """Write all rows, or only those asked for, to one safetensors file.
 
-        Its metadata names the state's sizes, and with `config` the other sizes of the model too.
-        The file is complete or not there at all.
+        Its metadata names the state's sizes, and with `model` the model's other sizes and the
+        fingerprint of its weights too: `load` then tells that model from every other. The file is
+        complete or not there at all.
         """
-        chosen = replace(self, hash_before_B=None).detach().to("cpu")
+        chosen = self.detach().to("cpu")
         if rows is not None:
             chosen = chosen.rows(rows)
-        sizes = self.sizes
-        if config is not None:
-            self.check(config)
-            sizes |= {name: getattr(config, name) for name in MODEL_SIZES}
-        # One entry: several would be written in an order that changes from run to run.
-        metadata = {FILE_KIND: json.dumps(sizes)}
-        partial = Path(f"{path}.partial")
-        try:
-            save_file({k: v.contiguous() for k, v in chosen.tensors().items()}, partial, metadata)
-            os.replace(partial, path)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise UserError(f"state {path} cannot be written: {error}") from None
+        facts: dict[str, Any] = dict(self.sizes)
+        if model is not None:
+            self.check(model.config)
+            facts |= {name: getattr(model.config, name) for name in state_file.MODEL_SIZES}
+            facts[state_file.WEIGHTS] = state_file.fingerprint(model)
+        state_file.write(path, chosen.tensors(), facts)
 
     @classmethod
     def load(
         cls,
         path: str | Path,
-        config: GPNConfig | None = None,
+        model: PreTrainedModel | None = None,
         device: torch.device | str | None = None,
     ) -> GPNState:
-        """Read what `save` wrote; with `config`, refuse the state of a model of other sizes.
+        """Read what `save` wrote; with `model`, refuse what was saved with any other.
+
+        A state belongs to the weights that wrote it: training them on makes another model. What
+        was saved without its model is compared in the state's own sizes alone.
 
         Raises `UserError` in one line for a file that is missing, damaged, no state, or holds a
         number that is not finite.
         """
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                names = file.keys()  # the numbers of what follows must be those of the kept state
-                tensors: dict[str, Any] = {n: aligned(file.get_tensor(n)) for n in names}
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"state {path} cannot be read: {error}") from None
-        if FILE_KIND not in metadata:
-            raise UserError(f"{path} is no GPN state: its metadata has no {FILE_KIND!r}")
-        sizes = json.loads(metadata[FILE_KIND])
-        expected = {"predicted_BD", "grounded_BD", "tokens_seen"}
-        expected |= {"memory_BHKV"} if sizes["num_heads"] else set()
-        if missing := expected - tensors.keys():
-            raise UserError(f"state {path} is damaged: it has no {', '.join(sorted(missing))}")
-        if config is not None:
-            _check_sizes(sizes, config, f"state {path}")
-        for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
-                raise UserError(f"state {path} is damaged: {name} has numbers that are not finite")
-        tensors.setdefault("memory_BHKV", None)
-        seen = int(tensors["tokens_seen"].max()) if len(tensors["tokens_seen"]) else 0
-        return cls(**tensors, positions_seen=seen).to(device)
+        tensors, sizes, weights = state_file.read(path)
+        if model is not None:
+            _check_sizes(sizes, model.config, f"state {path}")
+            if weights not in (None, state_file.fingerprint(model)):
+                raise UserError(
+                    f"state {path} is of another model: it was written with other weights"
+                )
+        fields: dict[str, Any] = {"memory_BHKV": None} | tensors
+        return cls(**fields).to(device)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions walked so far, under the name that transformers' `generate` uses."""
-        return self.positions_seen
+        """Most positions walked so far, under the name that transformers' `generate` uses."""
+        return int(self.positions_seen.max()) if self.batch_size else 0
 
     def crop(self, max_length: int) -> None:
         """Refused: what has been read cannot be taken out of a state again."""
@@ -226,23 +216,27 @@ class GPNState:
         )
 
 
-def _row_picker(index: Any, batch: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _picked_rows(index: Any, batch: int) -> Tensor:
+    """The rows that an index of any kind means, int64 [N] from 0 to B - 1."""
     if isinstance(index, slice):
         index = list(range(batch)[index])
-    picked = torch.as_tensor(index, device=device)
+    refused = UserError(f"rows are chosen by whole numbers or booleans, not by {index!r}")
+    try:
+        picked = torch.as_tensor(index).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise refused from None
     if picked.dtype == torch.bool:
         if picked.shape != (batch,):
             raise UserError(f"{picked.numel()} booleans cannot choose among {batch} rows")
-        picked = picked.nonzero().squeeze(1)
+        return picked.nonzero().squeeze(1)
+    whole = not (picked.is_floating_point() or picked.is_complex())
+    if picked.dim() > 1 or not (whole or picked.shape == (0,)):  # [] becomes a float tensor
+        raise refused
     picked = picked.long().reshape(-1)
-    # Asking on an accelerator would stall it at every step of beam search.
-    if device.type == "cpu" and picked.numel():
-        low, high = (int(x) for x in torch.aminmax(picked))
-        if low < -batch or high >= batch:
-            bad = low if low < -batch else high
-            raise UserError(f"row {bad} is not there: the state has {batch} rows")
-        picked = picked % batch
-    return lambda t: t.index_select(0, picked)
+    for row in picked.tolist():
+        if not -batch <= row < batch:
+            raise UserError(f"row {row} is not there: the state has {batch} rows")
+    return picked % max(batch, 1)
 
 
 def _check_sizes(sizes: dict[str, int], config: GPNConfig, what: str) -> None:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from groundlm.errors import UserError
 from groundlm.model.products import product
 
 IGNORE_INDEX = -100
@@ -25,10 +26,19 @@ def linear_cross_entropy(hidden_NE: Tensor, weight_WE: Tensor, targets_N: Tensor
     Returns:
         A scalar in hidden's dtype; 0 when nothing is scored. The gradient of both inputs is formed
         slice by slice on the way forward, so at most `SLICE_LOGITS` logits exist at once.
+
+    Raises:
+        UserError: a target that is neither in the vocabulary nor -100.
     """
     kept = (targets_N != IGNORE_INDEX).nonzero().squeeze(1)
     if len(kept) < len(targets_N):
         hidden_NE, targets_N = hidden_NE[kept], targets_N[kept]
+    if len(kept):
+        low, high = (int(x) for x in torch.aminmax(targets_N))
+        size = weight_WE.shape[0]
+        if low < 0 or high >= size:
+            bad = low if low < 0 else high
+            raise UserError(f"label {bad} is outside the vocabulary of {size}")
     return _LinearCrossEntropy.apply(hidden_NE, weight_WE, targets_N)
 
 
