@@ -119,7 +119,8 @@ def main() -> None:
     """Write the pictures and the numbers of the first."""
     runs = finished_runs()
     losses = by_model_and_tokens(runs)
-    draw_tokens(losses).savefig(HERE / "loss_by_tokens.png", dpi=120)
+    if any(len(of_model) > 1 for of_model in losses.values()):
+        draw_tokens(losses).savefig(HERE / "loss_by_tokens.png", dpi=120)
     draw_minutes(runs).savefig(HERE / "loss_by_minutes.png", dpi=120)
     text = json.dumps({"reference": REFERENCE, "rows": table(losses)}, indent=2)
     (HERE / "loss_by_tokens.json").write_text(text + "\n", "utf-8")
