@@ -183,4 +183,4 @@ def test_peak_memory_of_the_papers_sample(arguments):
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, *arguments], env=ONE_THREAD, capture_output=True, check=True
     )
-    assert int(done.stdout) < 2e9
+    assert int(done.stdout) < 1.4e9  # a model of that width takes 0.5 GB more

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.linalg import eigh
 from scipy.stats import spearmanr
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,7 +33,8 @@ def mean_state(mean_D: np.ndarray, covariance_DD: np.ndarray, norm_mean: float) 
     norm = float(np.linalg.norm(mean_D))
     second_DD = covariance_DD + np.outer(mean_D, mean_D)
     total = float(np.trace(second_DD))
-    top_D = np.linalg.eigh(second_DD)[1][:, -1]
+    last = len(mean_D) - 1
+    top_D = eigh(second_DD, subset_by_index=(last, last), overwrite_a=True)[1][:, 0]
     return {
         "norm": norm,
         "share_of_mean_norm": norm / norm_mean if norm_mean > 0 else None,

@@ -20,7 +20,12 @@ NOISE = 1e-6
 
 def norms(states_ND: np.ndarray) -> dict[str, float]:
     """Mean and sd of the states' norms."""
-    norm_N = np.linalg.norm(states_ND.astype(np.float64), axis=1)
+    norm_N = np.concatenate(
+        [
+            np.linalg.norm(states_ND[first : first + CHUNK].astype(np.float64), axis=1)
+            for first in range(0, len(states_ND), CHUNK)
+        ]
+    )
     return {"mean": float(norm_N.mean()), "sd": float(norm_N.std())}
 
 
@@ -63,8 +68,11 @@ def correlations(covariance_DD: np.ndarray, bins: int = 50) -> tuple[dict[str, A
     if not pairs:
         return {"mean_absolute": None, "max_absolute": None, "pairs": 0}, np.zeros(bins)
     sd = np.sqrt(variance_D[moving])
-    matrix = np.abs(covariance_DD[np.ix_(moving, moving)]) / np.outer(sd, sd)
-    values = np.minimum(matrix[np.triu_indices(len(moving), 1)], 1.0)
+    matrix = covariance_DD[np.ix_(moving, moving)]  # the one copy
+    matrix /= sd
+    matrix /= sd[:, None]
+    values = np.concatenate([row[i + 1 :] for i, row in enumerate(matrix)])
+    values = np.minimum(np.abs(values, out=values), 1.0, out=values)
     histogram = np.histogram(values, bins, (0, 1))[0] / pairs
     figures = {"mean_absolute": values.mean(), "max_absolute": values.max(), "pairs": pairs}
     return {k: v if isinstance(v, int) else float(v) for k, v in figures.items()}, histogram
