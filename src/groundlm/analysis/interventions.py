@@ -13,7 +13,7 @@ B batch, H heads, K key width, V value width, D state, Y = H * V.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -104,19 +104,10 @@ def write_off(model: PreTrainedModel, after_tokens: int = 0) -> Intervention:
     """
     _check_after(model, after_tokens)
 
-    def make_tap() -> Tap:
-        seen = 0
+    def change(step: int, beta_BH: Tensor) -> Tensor:
+        return beta_BH if step <= after_tokens else torch.zeros_like(beta_BH)
 
-        def tap(place: str, value: Tensor) -> Tensor:
-            nonlocal seen
-            if place != "write.beta":
-                return value
-            seen += 1
-            return value if seen <= after_tokens else torch.zeros_like(value)
-
-        return tap
-
-    return tapped(model, make_tap)
+    return _by_step(model, "write.beta", change)
 
 
 def freeze_memory(model: PreTrainedModel, after_tokens: int) -> Intervention:
@@ -148,21 +139,12 @@ def swap_memory(model: PreTrainedModel, after_tokens: int, memory_HKV: np.ndarra
     _check_after(model, after_tokens, least=1)
     foreign_HKV = _tensor(model, memory_HKV)
 
-    def make_tap() -> Tap:
-        seen = 0
+    def change(step: int, own_BHKV: Tensor) -> Tensor:
+        return (
+            foreign_HKV.to(own_BHKV.dtype).expand_as(own_BHKV) if step == after_tokens else own_BHKV
+        )
 
-        def tap(place: str, value: Tensor) -> Tensor:
-            nonlocal seen
-            if place != "memory":
-                return value
-            seen += 1
-            if seen != after_tokens:
-                return value
-            return foreign_HKV.to(value.dtype).expand_as(value)
-
-        return tap
-
-    return tapped(model, make_tap)
+    return _by_step(model, "memory", change)
 
 
 @torch.inference_mode()
@@ -237,6 +219,26 @@ def reset_every(model: PreTrainedModel, tokens: int) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _by_step(
+    model: PreTrainedModel, place: str, change: Callable[[int, Tensor], Tensor]
+) -> Intervention:
+    """Replace the values at a place by `change(step, value)`; the first step of each call is 1."""
+
+    def make_tap() -> Tap:
+        step = 0
+
+        def tap(at: str, value: Tensor) -> Tensor:
+            nonlocal step
+            if at != place:
+                return value
+            step += 1
+            return change(step, value)
+
+        return tap
+
+    return tapped(model, make_tap)
 
 
 def _tensor(model: PreTrainedModel, values: np.ndarray) -> Tensor:
