@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def finished(run: Run, split: TokenSplit) -> dict[str, Any] | None:
     trained = _trained(run)
     if trained is None:
         return None
-    _refuse_changes(run, trained, settings_of(run, split))
+    _refuse_changes(run, trained["settings"], settings_of(run, split))
     return trained if trained["step"] >= run.train.training.steps else None
 
 
@@ -72,18 +73,29 @@ def known(run: Run, split: TokenSplit) -> dict[str, Any] | None:
 
 
 def refuse_other_settings(run: Run, split: TokenSplit) -> None:
-    """Raise `UserError` if the folder's run was made with other settings, the rate apart."""
-    trained = _trained(run)
-    if trained is not None:
+    """Raise `UserError` if the folder's run was made with other settings, the rate apart.
+
+    Checkpoints are not held against their hashes here, only when they are taken up.
+    """
+    made = _made_with(run)
+    if made is not None:
         rate = "optimizer.learning_rate"
-        settings = settings_of(run, split) | {rate: trained["settings"][rate]}
-        _refuse_changes(run, trained, settings)
+        _refuse_changes(run, made, settings_of(run, split) | {rate: made[rate]})
 
 
-def _refuse_changes(run: Run, trained: dict[str, Any], settings: dict[str, Any]) -> None:
+def _made_with(run: Run) -> dict[str, Any] | None:
+    """The settings of a folder's run, from the first place that can be read."""
+    for checkpoint in reversed(ckpt.checkpoints(run.folder)):
+        with suppress(UserError, KeyError):
+            return ckpt.read_progress(checkpoint)["settings"]
+    kept = read_scores(run.folder).get("trained")
+    return None if kept is None else kept["settings"]
+
+
+def _refuse_changes(run: Run, old: dict[str, Any], new: dict[str, Any]) -> None:
     try:
         # Ranks, device and backend change rounding alone; what is done may be done elsewhere.
-        refuse_changes(run.folder, trained["settings"], settings, regroup=True)
+        refuse_changes(run.folder, old, new, regroup=True)
     except UserError as error:
         what = str(error).partition(": ")[0]
         raise UserError(f"{what}: compare it unchanged or choose another --out") from None
