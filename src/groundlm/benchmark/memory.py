@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from groundlm.allocator import keep_freed_memory
 from groundlm.benchmark.train import GPN_SIZES, peak_memory_bytes
 from groundlm.errors import UserError
 from groundlm.model.config import GPNConfig
@@ -77,6 +78,7 @@ def slope(peaks: dict[int, int], batch: int) -> float | None:
 
 def peak_of_step(config: BenchMemoryConfig, window: int) -> int:
     """Peak resident memory of this process after two whole training steps, in bytes."""
+    keep_freed_memory()
     torch.manual_seed(config.seed)
     model = GPNForCausalLM(GPNConfig(**GPN_SIZES[config.size])).train()
     model.scan_backend = "fused"

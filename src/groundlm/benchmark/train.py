@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from groundlm.allocator import keep_freed_memory
 from groundlm.errors import RunFault, UserError
 from groundlm.model.config import GPNConfig
 from groundlm.model.modeling import GPNForCausalLM
@@ -89,6 +90,7 @@ class BenchTrainConfig:
 
 def bench_train(config: BenchTrainConfig) -> dict[str, Any]:
     """Measure, print a table and, last line, JSON; returns what the JSON says."""
+    keep_freed_memory()
     torch.manual_seed(config.seed)
     gpn = GPNForCausalLM(GPNConfig(**GPN_SIZES[config.size])).train()
     check_backends(gpn)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from groundlm.allocator import keep_freed_memory
 from groundlm.data.info import matching_tokenizer
 from groundlm.data.windows import StreamWindows, TokenSplit, TrainingWindows
 from groundlm.errors import RunFault, UserError
@@ -74,6 +75,8 @@ class Run:
         self.folder = Path(t.out)
         self.last_step = min(t.steps, t.stop_at or t.steps)
         self.device = ranks.device(resolve_device(t.device))
+        if self.device.type == "cpu":
+            keep_freed_memory()
         with ranks.together(), ranks.in_turn():
             self._open_data()
         self.sizes = model_sizes(config, self.split)
