@@ -24,6 +24,7 @@ from groundlm.analysis.report import in_words, number
 from groundlm.analysis.taps import listening
 from groundlm.cli import main
 from groundlm.data.windows import TokenSplit
+from groundlm.evaluation.record import git_commit
 from groundlm.model.loading import load_model
 from groundlm.models import build_model
 from helpers import ONE_THREAD, tiny_config, write_documents
@@ -71,6 +72,8 @@ def test_analyze_writes_stats_plots_and_a_report(model_dir, token_data, tmp_path
     assert last == {"report": str(out / "report.html"), "stats": str(out / "stats.json")}
     found = strict(out / "stats.json")
     assert (found["windows"], found["window_tokens"], found["states"]) == (4, 100, 400)
+    assert found["commit"] == git_commit()
+    assert {"groundlm", "torch"} <= set(found["versions"])
     missing = set(stats.FIGURES) - set(found["figures"])
     assert missing == {"decoder_bias"}
     assert set(found["left_out"]) == {"decoder_bias", "lags"}

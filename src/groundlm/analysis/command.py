@@ -17,7 +17,7 @@ from groundlm.analysis.source import default_out, dtype_name, open_source, weigh
 from groundlm.analysis.stats import rounded, state_statistics
 from groundlm.data.tokenizer import load_tokenizer, vocabulary_size
 from groundlm.errors import UserError
-from groundlm.evaluation.record import make_folder_of, write_json
+from groundlm.evaluation.record import git_commit, make_folder_of, write_json
 from groundlm.evaluation.scoring import check_scorable, vocabulary_rows
 from groundlm.model.loading import load_model
 from groundlm.model.modeling import GPNForCausalLM
@@ -109,6 +109,7 @@ def analyze(
         **stats,
         "example": shown,
         "versions": versions(),
+        "commit": git_commit(),
     }
 
 
