@@ -20,6 +20,20 @@ from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 REFERENCE = "transformer"
+NAMES = {
+    "transformer": "Transformer++",
+    "transformer-muon": "Transformer++, Muon",
+    "gated-deltanet": "Gated DeltaNet",
+    "gated-deltanet-1l": "Gated DeltaNet, 1 layer",
+    "mamba2": "Mamba-2",
+    "gpn": "GPN, no memory",
+    "gpn-m-1l": "GPN+M, 1 layer",
+    "gpn-m-1l-bias": "GPN+M, decoder bias",
+    "gpn-m-1l-carried": "GPN+M, carried state",
+    "gpn-m-1l-muon": "GPN+M, Muon",
+    "gpn-m-2l": "GPN+M, 2 layers",
+}
+"""Models of the comparisons as tables and legends call them."""
 PAPER_GAPS = {"gated-deltanet": -4.4, "gpn-m-1l": 12.5, "gpn-m-2l": 5.6, "gpn": 46.5}
 """Perplexity against Transformer++ in percent, from the paper's table of results."""
 Losses = dict[str, dict[int, list[dict[str, Any]]]]
@@ -75,7 +89,7 @@ def draw_tokens(losses: Losses) -> Figure:
     rows = table(losses)
     for number, model in enumerate(m for m in losses if len(losses[m]) > 1):
         own = [row for row in rows if row["model"] == model]
-        style = {"color": f"C{number}", "marker": "o", "ms": 4, "label": model}
+        style = {"color": f"C{number}", "marker": "o", "ms": 4, "label": NAMES[model]}
         above.plot([r["tokens"] for r in own], [r["nats_per_token"] for r in own], **style)
         for tokens, runs in losses[model].items():
             each = [r["nats_per_token"] for r in runs]
@@ -83,7 +97,7 @@ def draw_tokens(losses: Losses) -> Figure:
         gaps = [r for r in own if r["gap_percent"] is not None]
         below.plot([r["tokens"] for r in gaps], [r["gap_percent"] for r in gaps], **style)
     above.set_ylabel("held-out nats per token")
-    below.set_ylabel(f"perplexity against {REFERENCE}, percent")
+    below.set_ylabel(f"perplexity against {NAMES[REFERENCE]}, percent")
     below.set_xlabel("tokens trained on")
     below.axhline(0, color="0.6", linewidth=0.8)
     above.set_xscale("log")
@@ -108,7 +122,7 @@ def draw_minutes(runs: list[dict[str, Any]], tokens_per_s: dict[str, float]) -> 
         if run["model"] in tokens_per_s:
             tokens, nats = heldout_over_tokens(run)
             minutes = [n / tokens_per_s[run["model"]] / 60 for n in tokens]
-            ax.plot(minutes, nats, marker=".", linewidth=1, label=run["model"])
+            ax.plot(minutes, nats, marker=".", linewidth=1, label=NAMES[run["model"]])
     ax.set_xlabel("minutes of training steps, at the speed of quiet cores")
     ax.set_ylabel("held-out nats per token, first windows")
     ax.set_xscale("log")
@@ -144,21 +158,27 @@ def spread(values: dict[str, Any], form: str) -> str:
     return text if values["sd"] is None else f"{text} ± {format(values['sd'], form)}"
 
 
-def main_table(rows: list[dict[str, Any]]) -> str:
-    """Every model of the main comparison, with the paper's gap beside the one found here."""
-    header = ["model", "layers", "rate", "seeds", "perplexity", "gap/%", "paper's/%", "bits/byte"]
-    header += ["LAMBADA PPL, paper", "PPL, lm-eval", "accuracy, paper", "accuracy, lm-eval"]
+def main_table(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> str:
+    """Every model of the main comparison, with the paper's gap beside the one found here.
+
+    The interval is that of the first seed, over documents.
+    """
+    interval = {run["model"]: run["perplexity_interval"] for run in first_seed(runs)}
+    header = ["model", "layers", "learning rate", "seeds", "perplexity", "95 % interval", "gap, %"]
+    header += ["paper's gap, %", "bits per byte", "LAMBADA PPL, paper", "PPL, lm-eval"]
+    header += ["accuracy, paper", "accuracy, lm-eval"]
     lines = []
     for row in rows:
         gap, paper = row["perplexity"]["gap_percent"], PAPER_GAPS.get(row["model"])
         is_reference = row["model"] == REFERENCE
         lines.append(
             [
-                row["model"],
+                NAMES[row["model"]],
                 str(row["layers"]),
                 f"{row['learning_rate']:g}",
                 str(row["perplexity"]["n"]),
                 spread(row["perplexity"], ".2f"),
+                "{:.2f} to {:.2f}".format(*interval[row["model"]]),
                 "" if is_reference else f"{gap:+.1f}",
                 "" if paper is None else f"{paper:+.1f}",
                 spread(row["bits_per_byte"], ".4f"),
@@ -186,7 +206,7 @@ def rates_table(rows: list[dict[str, Any]]) -> str:
         best = min(tried, key=lambda rate: tried[rate])
         cells = [f"{tried[rate]:.3f}" if rate in tried else "" for rate in rates]
         cells[rates.index(best)] = f"**{tried[best]:.3f}**"
-        lines.append([model, *cells])
+        lines.append([NAMES[model], *cells])
     return markdown(["model", *(f"{rate:g}" for rate in rates)], lines)
 
 
@@ -206,7 +226,7 @@ def tokens_table(losses: Losses) -> str:
             text = f"{own[tokens]['perplexity']:.2f}"
             shown = model != REFERENCE and gap is not None
             cells.append(f"{text} ({gap:+.1f} %)" if shown else text)
-        lines.append([model, *cells])
+        lines.append([NAMES[model], *cells])
     return markdown(["model", *(f"{tokens / 1e6:.1f} M" for tokens in counts)], lines)
 
 
@@ -226,7 +246,12 @@ def speed_table(runs: list[dict[str, Any]], tokens_per_s: dict[str, float]) -> s
         per_minute = 60 * tokens_per_s[model]
         reached = "not reached" if there is None else f"{there / per_minute:.1f}"
         lines.append(
-            [model, f"{tokens_per_s[model]:,.0f}", f"{run['tokens'] / per_minute:.1f}", reached]
+            [
+                NAMES[model],
+                f"{tokens_per_s[model]:,.0f}",
+                f"{run['tokens'] / per_minute:.1f}",
+                reached,
+            ]
         )
     return markdown(["model", "tokens/s", "minutes of the run", "minutes to its loss"], lines)
 
@@ -235,7 +260,10 @@ def tables(runs: list[dict[str, Any]], losses: Losses, tokens_per_s: dict[str, f
     """All tables of the document."""
     rows = json.loads((HERE / "compare" / "results.json").read_text("utf-8"))["table"]
     rows = [row for row in rows if row["seeds"]]
-    parts = [main_table(rows), rates_table(rows), tokens_table(losses)]
+    rows.sort(key=lambda row: list(NAMES).index(row["model"]))
+    parts = [main_table(rows, runs), rates_table(rows)]
+    if any(len(of_model) > 1 for of_model in losses.values()):
+        parts.append(tokens_table(losses))
     if tokens_per_s:
         parts.append(speed_table(runs, tokens_per_s))
     return "\n\n".join(parts) + "\n"
