@@ -23,8 +23,9 @@ def keep_freed_memory() -> bool:
 
     glibc gives large buffers back to the system as soon as they are freed, and the system hands
     them out again page by page, zeroed. A training step frees all that the next one asks for, so
-    on a CPU a small model spends up to a third of its time on that (docs/performance.md). Numbers
-    and peak memory stay as they are; the process holds its peak until it ends.
+    on a CPU a small model spends a third of its time or more on that (docs/performance.md). Results
+    stay as they are. The peak grows by about a quarter, as kept buffers of one size do not serve
+    another, and the process holds it until it ends.
 
     Returns:
         Whether the allocator took the setting: False with another C library, and where an
