@@ -261,9 +261,7 @@ def tables(runs: list[dict[str, Any]], losses: Losses, tokens_per_s: dict[str, f
     rows = json.loads((HERE / "compare" / "results.json").read_text("utf-8"))["table"]
     rows = [row for row in rows if row["seeds"]]
     rows.sort(key=lambda row: list(NAMES).index(row["model"]))
-    parts = [main_table(rows, runs), rates_table(rows)]
-    if any(len(of_model) > 1 for of_model in losses.values()):
-        parts.append(tokens_table(losses))
+    parts = [main_table(rows, runs), rates_table(rows), tokens_table(losses)]
     if tokens_per_s:
         parts.append(speed_table(runs, tokens_per_s))
     return "\n\n".join(parts) + "\n"
@@ -274,8 +272,7 @@ def main() -> None:
     runs = finished_runs()
     tokens_per_s = quiet_speeds()
     losses = by_model_and_tokens(runs)
-    if any(len(of_model) > 1 for of_model in losses.values()):
-        draw_tokens(losses).savefig(HERE / "loss_by_tokens.png", dpi=120)
+    draw_tokens(losses).savefig(HERE / "loss_by_tokens.png", dpi=120)
     if tokens_per_s:
         draw_minutes(runs, tokens_per_s).savefig(HERE / "loss_by_minutes.png", dpi=120)
     text = json.dumps({"reference": REFERENCE, "rows": table(losses)}, indent=2)
