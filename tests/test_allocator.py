@@ -15,20 +15,25 @@ from groundlm.training import loop
 COUNT_FAULTS = """
 import resource, torch
 from groundlm.allocator import keep_freed_memory
-took = {call}
-for size in (1 << 24, 1 << 26):
-    torch.ones(size), torch.ones(size)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+took, counts = {call}, []
+for _ in range(6):
+    before = faults()
     for size in (1 << 24, 1 << 26):
         torch.ones(size), torch.ones(size)
-print(took, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    counts.append(faults() - before)
+print(took, min(counts))
 """
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 
 
 def faults(call: str, **variables: str) -> tuple[str, int]:
-    """What the call returned, and the pages that eight rounds of large tensors asked for anew."""
+    """What the call returned, and the pages that a round of large tensors asked for anew.
+
+    The least of six rounds: how many the heap needs to grow to its full size depends on how earlier
+    small objects lie in it.
+    """
     clean = {name: value for name, value in os.environ.items() if name not in USERS_OWN}
     run = subprocess.run(
         [sys.executable, "-c", COUNT_FAULTS.format(call=call)],
@@ -43,7 +48,7 @@ def test_freed_tensors_are_used_again() -> None:
     took, kept = faults("keep_freed_memory()")
     _, returned = faults("None")
     assert took == "True"
-    assert kept < 1_000 < 100_000 < returned
+    assert kept < 100 < 100_000 < returned
 
 
 @glibc
