@@ -80,9 +80,9 @@ def test_greedy_text_is_the_same_alone_padded_and_without_cache(model):
     assert torch.equal(alone, plain)
 
 
+@pytest.mark.parametrize("sizes", ["gated_delta_net", "mamba2"], indirect=True)
 def test_state_is_carried_over_a_cut(model):
-    if not is_recurrent(model):
-        pytest.skip("attention")
+    assert is_recurrent(model)
     ids_BT = torch.randint(0, 61, (2, 30))
     whole, _ = read(model, ids_BT)
     parts, cache = [], None
